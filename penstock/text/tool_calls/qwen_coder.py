@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from penstock.text.tool_calls.grammar import CallGrammar, Spell, any_of, arguments_schema, json_rule, literal, owner
@@ -16,6 +17,16 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 LONGEST_NAME = 256
+WORDS = {"True": True, "False": False, "None": None}  # as the chat template writes them
+TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+}
 
 
 class QwenCoderParser(ToolParser):
@@ -61,7 +72,8 @@ class QwenCoderParser(ToolParser):
         self._begin(name)
         self._add("{")
         self._keys: list[str] = []
-        self._types = arguments_schema(self.functions[name]).get("properties", {}) if name in self.functions else {}
+        schema = arguments_schema(self.functions[name]) if name in self.functions else {}
+        self._types = schema.get("properties") or {}
         return self._go(self._in_parameters)
 
     def _in_parameters(self) -> bool:
@@ -101,13 +113,29 @@ class QwenCoderParser(ToolParser):
                 self._add(self._argument(rest.removeprefix(PARAMETER)).removesuffix('"'))
 
 
-def _as_json(value: str, schema: Any) -> str:
+def _as_json(text: str, schema: Any) -> str:
+    """JSON of a type that the schema allows, if the text is one; text otherwise."""
+    value: Any = text
     if isinstance(schema, dict) and schema.get("type") != "string":
-        try:
-            return json.dumps(json.loads(value), ensure_ascii=False)
-        except ValueError:
-            pass
+        with suppress(ValueError):
+            value = WORDS[text] if text in WORDS else json.loads(text)
+        if not _allows(schema, value) and _allows(schema, text):
+            value = text
     return json.dumps(value, ensure_ascii=False)
+
+
+def _allows(schema: Any, value: Any) -> bool:
+    """By types and listed values alone."""
+    if not isinstance(schema, dict):
+        return True
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if isinstance(options, list):
+        return any(_allows(option, value) for option in options)
+    listed, types = schema.get("enum"), schema.get("type")
+    if isinstance(listed, list):
+        return any(type(each) is type(value) and each == value for each in listed)
+    names = [types] if isinstance(types, str) else types
+    return not isinstance(names, list) or any(type(value) in TYPES.get(str(name), ()) for name in names)
 
 
 def grammar(functions: Sequence[Function], spell: Spell, one: bool) -> CallGrammar:

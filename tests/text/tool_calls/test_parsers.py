@@ -181,6 +181,40 @@ def test_no_more_calls_than_asked_for() -> None:
     assert (content, parser.finish()) == ("one:two:", ("", []))
 
 
+OPTIONAL_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}  # as pydantic writes `str | None`
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
+        ({"type": "string"}, "True", "True"),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"type": "integer"}, "soon", "soon"),
+        (OPTIONAL_TEXT, "53111", "53111"),
+        (OPTIONAL_TEXT, "true", "true"),
+        (OPTIONAL_TEXT, "null", None),
+        (OPTIONAL_TEXT, '"quoted"', "quoted"),  # as a grammar has it
+        ({"type": ["string", "integer"]}, "7", 7),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"anyOf": [{"$ref": "#/$defs/Day"}, {"type": "null"}]}, '{"a": 1}', {"a": 1}),
+        ({}, "[1]", [1]),
+    ],
+)
+def test_bare_values_are_of_a_type_that_the_schema_allows(schema: Any, value: str, expected: Any) -> None:
+    function = Function("f", {"type": "object", "properties": {"key": schema}})
+    parser = FORMATS["qwen3_coder"].parser([function])
+    _, deltas = parser.feed(coder("f", key=value))
+    assert json.loads("".join(delta.arguments for delta in deltas)) == {"key": expected}
+
+
+def test_bare_values_of_a_function_that_says_nothing_of_them_are_text() -> None:
+    parser = FORMATS["qwen3_coder"].parser([Function("f", {"type": "object", "properties": None})])
+    _, deltas = parser.feed(coder("f", key="7"))
+    assert json.loads("".join(delta.arguments for delta in deltas)) == {"key": "7"}
+
+
 def random_json(rng: random.Random, depth: int = 0) -> Any:
     kind = rng.randrange(7 if depth < 3 else 4)
     if kind == 0:
