@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 class ChatTemplate:
-    """A model's Jinja template, compiled at its first use."""
+    """A model's Jinja template, compiled at its first use; some models have another for chats with tools."""
 
-    def __init__(self, source: str | None) -> None:
+    def __init__(self, source: str | None, for_tools: str | None = None) -> None:
         self._source = source
+        self._for_tools = None if for_tools is None else ChatTemplate(for_tools)
 
     def render(
         self,
@@ -31,6 +32,15 @@ class ChatTemplate:
     ) -> str:
         """The prompt, special tokens included. `template_kwargs` are further variables, such as `enable_thinking`; a
         caller that passes on those of a request must refuse `RESERVED_NAMES` first."""
+        if tools and self._for_tools is not None:
+            return self._for_tools.render(
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                bos_token=bos_token,
+                eos_token=eos_token,
+                **template_kwargs,
+            )
         try:
             from penstock.text.template_sandbox import RESERVED_NAMES, TemplateRefusal
         except ModuleNotFoundError as error:
@@ -59,6 +69,8 @@ class ChatTemplate:
     @property
     def knows_tools(self) -> bool:
         """Whether it describes tools to the model itself; also if it does not compile, which says nothing of that."""
+        if self._for_tools is not None:
+            return self._for_tools.knows_tools
         try:
             return self._compiled.knows_tools
         except InvalidRequest:

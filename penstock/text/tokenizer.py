@@ -49,6 +49,7 @@ class Tokenizer:
         bos_id: int | None = None,
         eos_ids: tuple[int, ...] = (),
         chat_template: str | None = None,
+        tool_template: str | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -65,12 +66,19 @@ class Tokenizer:
         self.bos_id = bos_id
         self.eos_ids = eos_ids  # every token that ends an answer; the first one is the model's own `eos_token`
         self.chat_template = chat_template
+        self.tool_template = tool_template  # in place of the other one where a chat has tools
         self.bos_token = "" if bos_id is None else self.token_text(bos_id)
         self.eos_token = self.token_text(eos_ids[0]) if eos_ids else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Serialise the tokenizer, to send it to another process."""
-        make = partial(Tokenizer, bos_id=self.bos_id, eos_ids=self.eos_ids, chat_template=self.chat_template)
+        make = partial(
+            Tokenizer,
+            bos_id=self.bos_id,
+            eos_ids=self.eos_ids,
+            chat_template=self.chat_template,
+            tool_template=self.tool_template,
+        )
         return make, (self._backend,)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, at_most: int = UNBOUNDED) -> list[int]:
@@ -140,7 +148,9 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write the files from which `load_tokenizer` makes the same tokenizer."""
         self._backend.save(str(folder / "tokenizer.json"))
-        config = {"chat_template": self.chat_template}
+        by_name = {"default": self.chat_template, "tool_use": self.tool_template}
+        named = [{"name": name, "template": template} for name, template in by_name.items() if template]
+        config: dict[str, Any] = {"chat_template": named}
         for name, ids in (("bos", [self.bos_id]), ("eos", self.eos_ids)):
             if ids and ids[0] is not None:
                 config[f"{name}_token"] = self._backend.id_to_token(ids[0])
@@ -256,9 +266,8 @@ def _from_gguf(metadata: dict[str, Any]) -> Tokenizer:
     adds_bos = bos_id is not None and gguf_vocabulary.adds_bos(metadata)
     adds_eos = bool(eos_ids) and bool(metadata.get("tokenizer.ggml.add_eos_token", False))
     _frame(backend, bos_id if adds_bos else None, eos_ids[0] if adds_eos else None)
-    return Tokenizer(
-        backend, bos_id=bos_id, eos_ids=eos_ids, chat_template=metadata.get("tokenizer.chat_template") or None
-    )
+    plain, for_tools = (metadata.get(f"tokenizer.chat_template{name}") or None for name in ("", ".tool_use"))
+    return Tokenizer(backend, bos_id=bos_id, eos_ids=eos_ids, chat_template=plain, tool_template=for_tools)
 
 
 def _from_folder(folder: Path) -> Tokenizer:
@@ -285,7 +294,10 @@ def _from_folder(folder: Path) -> Tokenizer:
         adds_bos = bos_id in before if adds_bos is None else adds_bos
         adds_eos = eos_id in behind if adds_eos is None else adds_eos
         _frame(backend, bos_id if adds_bos else None, eos_id if adds_eos else None)
-    return Tokenizer(backend, bos_id=bos_id, eos_ids=_end_ids(folder, eos_id), chat_template=_template(folder, config))
+    plain, for_tools = _templates(folder, config)
+    return Tokenizer(
+        backend, bos_id=bos_id, eos_ids=_end_ids(folder, eos_id), chat_template=plain, tool_template=for_tools
+    )
 
 
 def _frame(backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None) -> None:
@@ -303,15 +315,17 @@ def _end_ids(folder: Path, eos_id: int | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in (eos_id, *more) if isinstance(i, int)))
 
 
-def _template(folder: Path, config: dict[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+def _templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """For chats, and for chats with tools where they have one of their own."""
+    files = (folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja")
+    if files[0].is_file():
+        plain, for_tools = (file.read_text(encoding="utf-8") if file.is_file() else None for file in files)
+        return plain, for_tools
     template = config.get("chat_template")
-    if isinstance(template, list):
-        by_name = {entry["name"]: entry["template"] for entry in template}
-        template = by_name.get("default", next(iter(by_name.values()), None))
-    return template or None
+    if not isinstance(template, list):
+        return template or None, None
+    by_name = {entry["name"]: entry["template"] for entry in template}
+    return by_name.get("default", next(iter(by_name.values()), None)), by_name.get("tool_use")
 
 
 def _token_content(token: Any) -> str | None:

@@ -135,6 +135,14 @@ def test_tools_reach_a_model_whose_template_has_none(tokenizer: Tokenizer) -> No
     assert rest == "<|im_start|>assistant\n"
 
 
+def test_a_template_of_its_own_for_tools_renders_chats_with_them() -> None:
+    """As Hermes 2 Pro and 3 have it."""
+    both = ChatTemplate(ECHO, "{{ tools[0].function.name }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert both.render([USER]) == both.render([USER], tools=[]) == "[user:hi]"
+    assert both.render([USER], tools=[WEATHER]) == "weatherhi"
+    assert both.knows_tools
+
+
 def test_tools_without_a_system_message_get_one(tokenizer: Tokenizer) -> None:
     prompt = ChatTemplate(tokenizer.chat_template).render([USER], tools=[WEATHER])
     assert prompt.startswith("<|im_start|>system\nYou may call these functions")

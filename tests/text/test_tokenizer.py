@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ TEXTS = [
     "<|im_start|>user\nhi<|im_end|>\n<|endoftext|><|im_start|",
     "<|im_end|> <|im_end|>x<repo_name>",
 ]
+NAMED = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
 words = st.sampled_from([*TEXTS, "<|im_start|>", "  ", "12", "\n"])
 
 
@@ -193,8 +195,8 @@ def folder_with(reference: Any, folder: Path, files: dict[str, Any]) -> Checkpoi
 @pytest.mark.parametrize(
     ("files", "template"),
     [
-        ({}, None),
-        ({"tokenizer_config.json": {"chat_template": "inline"}}, "inline"),
+        ({}, (None, None)),
+        ({"tokenizer_config.json": {"chat_template": "inline"}}, ("inline", None)),
         (
             {
                 "tokenizer_config.json": {
@@ -204,15 +206,26 @@ def folder_with(reference: Any, folder: Path, files: dict[str, Any]) -> Checkpoi
                     ]
                 }
             },
-            "named",
+            ("named", None),
         ),
-        ({"tokenizer_config.json": {"chat_template": "inline"}, "chat_template.jinja": "file"}, "file"),
+        ({"tokenizer_config.json": {"chat_template": NAMED}}, ("plain", "tools")),
+        ({"tokenizer_config.json": {"chat_template": "inline"}, "chat_template.jinja": "file"}, ("file", None)),
+        ({"chat_template.jinja": "file", "additional_chat_templates/tool_use.jinja": "tools"}, ("file", "tools")),
     ],
 )
-def test_where_a_folder_keeps_its_template(
-    reference: Any, tmp_path: Path, files: dict[str, Any], template: str | None
+def test_where_a_folder_keeps_its_templates(
+    reference: Any, tmp_path: Path, files: dict[str, Any], template: tuple[str | None, str | None]
 ) -> None:
-    assert load_tokenizer(folder_with(reference, tmp_path, files)).chat_template == template
+    (tmp_path / "additional_chat_templates").mkdir()
+    loaded = load_tokenizer(folder_with(reference, tmp_path, files))
+    assert (loaded.chat_template, loaded.tool_template) == template
+    copied: Tokenizer = pickle.loads(pickle.dumps(loaded))
+    assert (copied.chat_template, copied.tool_template) == template
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    loaded.save(saved)
+    again = load_tokenizer(Checkpoint("saved", "folder", saved))
+    assert (again.chat_template, again.tool_template) == template
 
 
 def test_a_folder_gives_the_same_ids_as_the_gguf_file(tokenizer: Tokenizer, reference: Any, tmp_path: Path) -> None:

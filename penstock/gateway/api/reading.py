@@ -68,13 +68,13 @@ class ModelText:
         reasoning_parser: ReasoningFormatName | Literal["auto", "none"] = "auto",
     ) -> None:
         self.tokenizer = tokenizer
-        self.template = ChatTemplate(tokenizer.chat_template)
+        self.template = ChatTemplate(tokenizer.chat_template, tokenizer.tool_template)
         self._parsers = (tool_parser, reasoning_parser)
 
     @cached_property
     def tools(self) -> ToolFormatName | None:
         """The format of its tool calls. None: it is not known, and calls are text like any other."""
-        parser, source = self._parsers[0], self.tokenizer.chat_template
+        parser, source = self._parsers[0], self.tokenizer.tool_template or self.tokenizer.chat_template
         if parser == "auto":
             return None if source is None else find_format(source, self.template.knows_tools)
         return None if parser == "none" else parser
