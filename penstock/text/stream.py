@@ -14,7 +14,7 @@ from penstock.text.output import OutputForm
 from penstock.text.reasoning import ReasoningParser
 from penstock.text.stop import StopStrings
 from penstock.text.tokenizer import Tokenizer
-from penstock.text.tool_calls.parser import CallDelta
+from penstock.text.tool_calls.parser import CallDelta, Piece
 
 IN_REASONING = -1  # in place of where a token begins in the answer
 
@@ -32,6 +32,7 @@ class TextDelta:
     stop_matched: str | int | None = None  # the stop string or stop token id; None for the model's own end token
     reasoning: str = ""
     calls: Sequence[CallDelta] = ()
+    pieces: Sequence[Piece] = ()  # text and calls in their order, where calls are looked for
 
 
 @dataclass(slots=True)
@@ -176,14 +177,16 @@ class TextStream:
         self._thoughts.append(delta.reasoning)
         if self._tools is None:
             return
-        delta.text, delta.calls = self._tools.feed(delta.text)
+        pieces = self._tools.feed(delta.text)
         if self._tools.full:
             delta.finish_reason = delta.finish_reason or "stop"
         if delta.finish_reason is not None:
-            text, calls = self._tools.finish()
-            if self._only_calls:  # then the rest is a call that was cut off before its name
-                text = ""
-            delta.text, delta.calls = delta.text + text, delta.calls + calls
+            rest = self._tools.finish()
+            # Where there are only calls, text is one that was cut off before its name.
+            pieces += [piece for piece in rest if not (self._only_calls and isinstance(piece, str))]
+        delta.pieces = pieces
+        delta.text = "".join(piece for piece in pieces if isinstance(piece, str))
+        delta.calls = [piece for piece in pieces if isinstance(piece, CallDelta)]
         for call in delta.calls:
             if call.id:
                 self.calls.append(ToolCall(call.id, call.name))

@@ -59,13 +59,15 @@ class Blocks:
         """What happens to which block, and the text that is added to it."""
         if delta.reasoning and self._show_reasoning:
             yield from self._add("reasoning", delta.reasoning)
-        if delta.text:
-            yield from self._add("text", delta.text)
-        for call in delta.calls:
-            if call.id:
-                yield from self._open(Block("call", len(self.all), call.id, call.name))
-            if call.arguments:
-                yield from self._append(call.arguments)
+        for piece in delta.pieces or (delta.text,):
+            if isinstance(piece, str):
+                if piece:
+                    yield from self._add("text", piece)
+                continue
+            if piece.id:
+                yield from self._open(Block("call", len(self.all), piece.id, piece.name))
+            if piece.arguments:
+                yield from self._append(piece.arguments)
         if delta.finish_reason is not None:
             yield from self._close()
 

@@ -84,4 +84,5 @@ def _joined(first: TextDelta, second: TextDelta) -> TextDelta:
         second.stop_matched,
         first.reasoning + second.reasoning,
         [*first.calls, *second.calls],
+        [*first.pieces, *second.pieces],
     )

@@ -34,6 +34,9 @@ class CallDelta:
     arguments: str = ""
 
 
+Piece = str | CallDelta  # of an answer: content, or some of a call
+
+
 class ToolParser(ABC):
     """Divides a text into content and calls.
 
@@ -52,24 +55,23 @@ class ToolParser(ABC):
         self._text = ""  # not consumed
         self._space = ""  # of the content: dropped if a call follows
         self._after_call = False
-        self._content: list[str] = []
-        self._deltas: list[CallDelta] = []
+        self._pieces: list[Piece] = []
         self._state: State = self._first_state()
 
-    def feed(self, text: str) -> tuple[str, list[CallDelta]]:
-        """The content and the pieces of calls that are certain now."""
+    def feed(self, text: str) -> list[Piece]:
+        """What is certain now, in its order."""
         self._text += text
         while not self.full and self._text and self._state():
             pass
         return self._drain()
 
-    def finish(self) -> tuple[str, list[CallDelta]]:
+    def finish(self) -> list[Piece]:
         """The rest, since the text has ended."""
         if not self.full:
             self._end()
             self._say(self._text)
             if not self._after_call:
-                self._content.append(self._space)
+                self._pieces.append(self._space)
         self._text = self._space = ""
         return self._drain()
 
@@ -81,10 +83,9 @@ class ToolParser(ABC):
     def _end(self) -> None:
         """The text ends in the present state: say what was held back."""
 
-    def _drain(self) -> tuple[str, list[CallDelta]]:
-        content, deltas = "".join(self._content), self._deltas
-        self._content, self._deltas = [], []
-        return content, deltas
+    def _drain(self) -> list[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     # ------------------------------------------------------------ what states use
 
@@ -109,7 +110,7 @@ class ToolParser(ABC):
         text = self._space + text
         shown = text.rstrip()
         self._space = text[len(shown) :]
-        self._content.append(shown)
+        self._pieces.append(shown)
 
     def _say_until(self, *markers: str) -> str | None:
         """Say what comes before the first marker, and take that out. None: there is none yet."""
@@ -135,12 +136,12 @@ class ToolParser(ABC):
             return
         self._space, self._after_call = "", True
         self.calls += 1
-        self._deltas.append(CallDelta(self.calls - 1, "".join(random.choices(_ALPHABET, k=ID_LENGTH)), name))
+        self._pieces.append(CallDelta(self.calls - 1, "".join(random.choices(_ALPHABET, k=ID_LENGTH)), name))
 
     def _add(self, arguments: str) -> None:
         """To the call that was begun last."""
         if arguments and not self.full:
-            self._deltas.append(CallDelta(self.calls - 1, arguments=arguments))
+            self._pieces.append(CallDelta(self.calls - 1, arguments=arguments))
 
 
 def possible_beginning(text: str, markers: Sequence[str]) -> int:

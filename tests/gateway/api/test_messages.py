@@ -132,6 +132,16 @@ def test_tools_whole_and_streamed(gateway: Gateway, answer: str) -> None:
     assert '"weather"' in prompt_of(gateway)
 
 
+@pytest.mark.parametrize("count", [3, 5, 8, 13, 18, 21, 34, 80])
+def test_text_behind_a_call_stays_there_however_many_tokens_come_at_once(gateway: Gateway, count: int) -> None:
+    """As they do with speculation, or from the cache."""
+    (tokens,) = says(gateway.tokenizer, f"Sure.\n{CALLED}\nThen we see.")
+    gateway.runs(lambda request: [tokens[start : start + count] for start in range(0, len(tokens), count)])
+    for message in (create(gateway, tools=[WEATHER]), streamed(gateway, tools=[WEATHER])[0]):
+        text, call, more = message.content
+        assert (text.text, call.input, more.text) == ("Sure.", {"city": "Bonn"}, "Then we see.")
+
+
 def test_results_go_back_to_the_model(gateway: Gateway) -> None:
     gateway.answers(CALLED)
     asked = create(gateway, tools=[WEATHER])

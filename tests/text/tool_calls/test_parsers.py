@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from penstock.core.request import ReasoningStart
 from penstock.text.reasoning import ReasoningParser
 from penstock.text.tool_calls.formats import FORMATS, ToolFormatName
-from penstock.text.tool_calls.parser import Function
+from penstock.text.tool_calls.parser import CallDelta, Function, Piece
 
 CASES = int(os.environ.get("CHUNKING_CASES", "3000"))  # of random texts, for all formats together
 
@@ -34,15 +35,16 @@ def read(name: ToolFormatName, pieces: list[str], most_calls: int | None = None)
     parser = FORMATS[name].parser(FUNCTIONS, most_calls)
     content = ""
     calls: list[list[str]] = []
-    for text, deltas in [*(parser.feed(piece) for piece in pieces), parser.finish()]:
-        content += text
-        for delta in deltas:
-            if delta.id:
-                assert delta.index == len(calls)
-                assert len(delta.id) == 9
-                calls.append([delta.name, ""])
-            assert delta.index == len(calls) - 1
-            calls[-1][1] += delta.arguments
+    for delta in chain(*map(parser.feed, pieces), parser.finish()):
+        if isinstance(delta, str):
+            content += delta
+            continue
+        if delta.id:
+            assert delta.index == len(calls)
+            assert len(delta.id) == 9
+            calls.append([delta.name, ""])
+        assert delta.index == len(calls) - 1
+        calls[-1][1] += delta.arguments
     return content, [(name, arguments) for name, arguments in calls]
 
 
@@ -175,13 +177,18 @@ def test_an_end_tag_that_was_cut_off_is_no_content(name: ToolFormatName, call: s
 def test_no_more_calls_than_asked_for() -> None:
     text = f"one: {hermes('weather', BONN)} two: {hermes('add', '{}')} three"
     parser = FORMATS["hermes"].parser(FUNCTIONS, 1)
-    content, calls = parser.feed(text)
+    pieces = parser.feed(text)
     assert parser.full
-    assert {call.index for call in calls} == {0}
-    assert (content, parser.finish()) == ("one:two:", ("", []))
+    content = [piece for piece in pieces if isinstance(piece, str)]
+    assert {piece.index for piece in pieces if isinstance(piece, CallDelta)} == {0}
+    assert ("".join(content), parser.finish()) == ("one:two:", [])
 
 
 OPTIONAL_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}  # as pydantic writes `str | None`
+
+
+def arguments_of(pieces: list[Piece]) -> str:
+    return "".join(piece.arguments for piece in pieces if isinstance(piece, CallDelta))
 
 
 @pytest.mark.parametrize(
@@ -205,14 +212,12 @@ OPTIONAL_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}  # as pydantic
 def test_bare_values_are_of_a_type_that_the_schema_allows(schema: Any, value: str, expected: Any) -> None:
     function = Function("f", {"type": "object", "properties": {"key": schema}})
     parser = FORMATS["qwen3_coder"].parser([function])
-    _, deltas = parser.feed(coder("f", key=value))
-    assert json.loads("".join(delta.arguments for delta in deltas)) == {"key": expected}
+    assert json.loads(arguments_of(parser.feed(coder("f", key=value)))) == {"key": expected}
 
 
 def test_bare_values_of_a_function_that_says_nothing_of_them_are_text() -> None:
     parser = FORMATS["qwen3_coder"].parser([Function("f", {"type": "object", "properties": None})])
-    _, deltas = parser.feed(coder("f", key="7"))
-    assert json.loads("".join(delta.arguments for delta in deltas)) == {"key": "7"}
+    assert json.loads(arguments_of(parser.feed(coder("f", key="7")))) == {"key": "7"}
 
 
 def random_json(rng: random.Random, depth: int = 0) -> Any:
