@@ -25,8 +25,8 @@ To call a function, answer with its name and arguments as JSON between tags:
 
 
 def normalize(messages: list[Message], *, keep_parts: bool, keep_developer: bool) -> list[Message]:
-    """Contents become strings (lists of text parts only where the template reads them), arguments become objects unless
-    they are none, and the assistant's refusals what it said."""
+    """Contents become strings, arguments objects unless they are none, and the assistant's refusals what it said. Text
+    parts of the user stay lists where the template reads them; of others such a template may show the first alone."""
     if not messages:
         raise InvalidRequest("messages must hold at least one message", param="messages")
     normalized = []
@@ -35,7 +35,7 @@ def normalize(messages: list[Message], *, keep_parts: bool, keep_developer: bool
         role = message.get("role")
         if not isinstance(role, str) or not role:
             raise InvalidRequest(f"{where}.role must be a string such as 'user'", param=f"{where}.role")
-        result = {**message, "content": _content(message, f"{where}.content", keep_parts)}
+        result = {**message, "content": _content(message, f"{where}.content", keep_parts and role == "user")}
         result.pop("refusal", None)
         if (reasoning := result.pop("reasoning", None)) is not None:
             result.setdefault("reasoning_content", reasoning)

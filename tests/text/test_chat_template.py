@@ -157,6 +157,20 @@ BOTH = """
 ONLY_PARTS = "{% for m in messages %}{% for p in m['content'] %}<{{ p['text'] }}>{% endfor %}{% endfor %}"
 
 
+def test_no_part_of_what_others_than_the_user_say_is_lost() -> None:
+    """Templates of Mistral read the first part of a system prompt alone, and write a result as Python has it."""
+    template = """
+    {%- for m in messages %}
+        {%- if m.role == "tool" %}{{ m.content | string }}
+        {%- elif m.content is string %}{{ m.content }}
+        {%- elif m.role == "user" %}{% for part in m.content %}{{ part.text }}{% endfor %}
+        {%- else %}{{ m.content[0].text }}{% endif %}
+    {%- endfor %}{{ tools }}"""
+    for role in ("system", "assistant", "tool"):
+        said = [USER, {**PARTS[0], "role": role, "tool_call_id": "c1"}]
+        assert ChatTemplate(template).render(said).startswith("hione\ntwo")
+
+
 @pytest.mark.parametrize(
     ("template", "from_parts", "from_string"),
     [(ECHO, "[user:one\ntwo]", "[user:hi]"), (BOTH, "<one><two>", "hi"), (ONLY_PARTS, "<one><two>", "<hi>")],
