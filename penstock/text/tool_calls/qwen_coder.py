@@ -1,6 +1,7 @@
 """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5.
 
-Values are bare text; the function's schema says which of them are JSON.
+Values are bare text; the function's schema says which of them are JSON. A string that must match more than a list, such
+as a pattern, is JSON where a grammar is to hold it to that.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 LONGEST_NAME = 256
+HELD_AS_JSON = {"pattern", "format", "minLength", "maxLength", "allOf", "anyOf", "oneOf", "not", "if", "$ref"}
 WORDS = {"True": True, "False": False, "None": None}  # as the chat template writes them
 TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -116,12 +118,16 @@ class QwenCoderParser(ToolParser):
 def _as_json(text: str, schema: Any) -> str:
     """JSON of a type that the schema allows, if the text is one; text otherwise."""
     value: Any = text
-    if isinstance(schema, dict) and schema.get("type") != "string":
+    if isinstance(schema, dict) and not _is_bare(schema):
         with suppress(ValueError):
             value = WORDS[text] if text in WORDS else json.loads(text)
         if not _allows(schema, value) and _allows(schema, text):
             value = text
     return json.dumps(value, ensure_ascii=False)
+
+
+def _is_bare(schema: dict[str, Any]) -> bool:
+    return schema.get("type") == "string" and not HELD_AS_JSON & schema.keys()
 
 
 def _allows(schema: Any, value: Any) -> bool:
@@ -157,11 +163,13 @@ def grammar(functions: Sequence[Function], spell: Spell, one: bool) -> CallGramm
 
 
 def _value(name: str, kind: Any, shared: dict[str, Any], rules: list[str]) -> str:
-    """Any text where the schema has a bare string, JSON otherwise, to the end of the parameter."""
+    """Text where the schema has a bare string, JSON otherwise, to the end of the parameter."""
     end = f"\n{PARAMETER_END}\n"
-    if not isinstance(kind, dict) or kind.get("type") != "string":
+    if not isinstance(kind, dict) or not _is_bare(kind):
         return f"{json_rule({**shared, **kind} if isinstance(kind, dict) else {})} {literal(end)}"
-    if all(isinstance(choice, str) for choice in kind.get("enum", [None])):
-        return f"({' | '.join(map(literal, kind['enum']))}) {literal(end)}"
+    listed = [kind["const"]] if "const" in kind else kind.get("enum")
+    if isinstance(listed, list):
+        texts = [literal(choice) for choice in listed if isinstance(choice, str)]
+        return f"({' | '.join(texts)}) {literal(end)}" if texts else f"{json_rule({**shared, **kind})} {literal(end)}"
     rules.append(f"{name}-text[suffix={literal(end)}]: /(.|\\n)*/")
     return f"{name}-text"

@@ -198,3 +198,28 @@ def test_functions_that_are_not_strict_take_any_object(tokenizer: Tokenizer) -> 
     assert not matcher.accepts(free, '<tool_call>\n{"name": "add", "arguments": 7}\n</tool_call>')
     plain: Sequence[Function] = (ADD, PING)
     assert OutputForm("hermes", tuple(plain)).constrain(SamplingParams(), tokenizer).grammar is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({}, "any 'text'", None),
+        ({"enum": ["a", "b", None]}, "b", "c"),
+        ({"const": "a"}, "a", "b"),
+        ({"pattern": "^[0-9]+$"}, '"12"', '"x"'),
+        ({"maxLength": 2}, '"ab"', '"abc"'),
+        ({"format": "date"}, '"2024-02-29"', '"soon"'),
+    ],
+)
+def test_bare_strings_match_their_schemas(tokenizer: Tokenizer, schema: Any, good: str, bad: str | None) -> None:
+    vocabulary = family(tokenizer, "qwen3_coder")
+    matcher = Matcher(vocabulary)
+    properties = {"key": {"type": "string", **schema}}
+    function = Function("f", {"type": "object", "properties": properties, "required": ["key"]})
+    forced = grammar("qwen3_coder", vocabulary, choice="forced", functions=(function,))
+    call = "<tool_call>\n<function=f>\n<parameter=key>\n{}\n</parameter>\n</function>\n</tool_call>"
+    assert matcher.accepts(forced, call.format(good))
+    assert bad is None or not matcher.accepts(forced, call.format(bad))
+    pieces = FORMATS["qwen3_coder"].parser([function]).feed(call.format(good))
+    arguments = "".join(piece.arguments for piece in pieces if not isinstance(piece, str))
+    assert json.loads(arguments) == {"key": good.strip('"')}
