@@ -178,8 +178,8 @@ class TextStream:
         if self._tools is None:
             return
         pieces = self._tools.feed(delta.text)
-        if self._tools.full:
-            delta.finish_reason = delta.finish_reason or "stop"
+        if self._tools.full:  # before whatever ends the chunk
+            delta.finish_reason, delta.stop_matched = "stop", None
         if delta.finish_reason is not None:
             rest = self._tools.finish()
             # Where there are only calls, text is one that was cut off before its name.

@@ -186,6 +186,19 @@ def test_one_call_at_most_ends_the_work_at_the_second(gateway: Gateway) -> None:
     assert all(ended.wait(20) for ended in gateway.engine.ended.values())
 
 
+@pytest.mark.parametrize("ended", [{"max_tokens": -1}, {"stop": "END"}], ids=["length", "stop"])
+@pytest.mark.parametrize("count", [1, 100])
+def test_a_second_call_that_is_not_read_ends_the_answer_first(
+    gateway: Gateway, ended: dict[str, Any], count: int
+) -> None:
+    """However many tokens come at once, and whatever would end them."""
+    ids = gateway.tokenizer.encode(f"{CALLED}\n{CALLED}END", add_special_tokens=False)
+    gateway.runs(lambda request: [ids[start : start + count] for start in range(0, len(ids), count)])
+    ended = {name: len(ids) if value == -1 else value for name, value in ended.items()}
+    (choice,) = ask(gateway, tools=[WEATHER], parallel_tool_calls=False, **ended).choices
+    assert (choice.finish_reason, choice.stop_reason) == ("tool_calls", None)
+
+
 @pytest.mark.parametrize(
     ("fields", "pieces"),
     [
