@@ -18,12 +18,19 @@ NORMAL, UNKNOWN, USER_DEFINED = 1, 2, 4
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 DIGITS_IN_THREES = _WORDS % r"\p{N}{1,3}"
 SINGLE_DIGITS = _WORDS % r"\p{N}"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+BEFORE_CAPITALS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 # tokenizer.ggml.pre
 GPT2 = frozenset({"default", "gpt-2", "gpt2"})
-LLAMA3 = frozenset({"llama-bpe", "llama3", "llama-v3"})
+LLAMA3 = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"})
 QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen"})
 SMOLLM = frozenset({"smollm", "starcoder"})
+TEKKEN = frozenset({"tekken"})  # Mistral's since Nemo
+WHOLE_WORDS_FIRST = LLAMA3 | TEKKEN  # a word of the vocabulary is one token whatever its merges; these add BOS, too
 
 
 def build_backend(metadata: dict[str, Any]) -> Tokenizer:
@@ -53,7 +60,7 @@ def build_backend(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def adds_bos(metadata: dict[str, Any]) -> bool:
-    by_default = metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in LLAMA3
+    by_default = metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in WHOLE_WORDS_FIRST
     return bool(metadata.get("tokenizer.ggml.add_bos_token", by_default))
 
 
@@ -67,7 +74,7 @@ def _required(metadata: dict[str, Any], name: str) -> list[Any]:
 def _byte_level(metadata: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in _required(metadata, "merges")]
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in LLAMA3))
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in WHOLE_WORDS_FIRST))
     backend.pre_tokenizer = pre_tokenizers.Sequence(_pre_tokenizers(pre))
     backend.decoder = decoders.ByteLevel()
     if pre in QWEN2:
@@ -79,6 +86,8 @@ def _pre_tokenizers(pre: str) -> list[Any]:
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if pre in LLAMA3:
         return [pre_tokenizers.Split(Regex(DIGITS_IN_THREES), "isolated"), to_bytes]
+    if pre in TEKKEN:
+        return [pre_tokenizers.Split(Regex(BEFORE_CAPITALS), "isolated"), to_bytes]
     if pre in QWEN2:
         return [pre_tokenizers.Split(Regex(SINGLE_DIGITS), "isolated"), to_bytes]
     words_to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)

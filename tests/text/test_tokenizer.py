@@ -105,6 +105,7 @@ NUMBER_MERGES = ["1 2", "12 3", "123 4"]
         ("llama-bpe", ["123", "4", "4"]),
         ("qwen2", ["1", "2", "3", "4", "4"]),
         ("smollm", ["1", "2", "3", "4", "4"]),
+        ("tekken", ["1", "2", "3", "4", "4"]),
     ],
 )
 def test_pre_tokenisers_split_digits_differently(write_gguf: WriteGGUF, pre: str, pieces: list[str]) -> None:
@@ -119,6 +120,14 @@ def test_an_unknown_pre_tokeniser_falls_back_with_a_warning(
         tiny = write_gguf("gpt2", NUMBERS, [1] * len(NUMBERS), merges=NUMBER_MERGES, tokenizer_pre="novel")
     assert "'novel'" in caplog.text
     assert [tiny.token_text(i) for i in tiny.encode("1234")] == ["1234"]
+
+
+def test_tekken_splits_words_before_capitals_and_behind_one_sign(write_gguf: WriteGGUF) -> None:
+    tokens = ["a", "B", "(", "/", "aB", "(a", "//", "a/"]
+    merges = ["a B", "( a", "/ /", "a /"]
+    for pre, pieces in (("tekken", ["(a", "B", "//"]), ("gpt-2", ["(", "aB", "//"])):
+        tiny = write_gguf("gpt2", tokens, [1] * len(tokens), merges=merges, tokenizer_pre=pre)
+        assert [tiny.token_text(i) for i in tiny.encode("(aB//", add_special_tokens=False)] == pieces
 
 
 def test_llama3_adds_bos_and_takes_whole_words_before_merges(write_gguf: WriteGGUF) -> None:
