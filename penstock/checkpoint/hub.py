@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 _WEIGHTS = ["*.safetensors"]
-# Subfolders but for 1_Pooling, and second copies in another format.
-_IGNORED = ["[!1]*/*", "1[!_]*/*", "consolidated*"]
+# Subfolders but for 1_Pooling and additional_chat_templates, and second copies in another format.
+_IGNORED = ["[!1a]*/*", "1[!_]*/*", "a[!d]*/*", "consolidated*"]
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TELL_SECONDS = 5.0
 

@@ -114,6 +114,8 @@ def test_only_what_is_needed_is_downloaded(folder: Path, tmp_path: Path) -> None
     for name in (
         "tokenizer.json",
         "1_Pooling/config.json",
+        "additional_chat_templates/tool_use.jinja",
+        "assets/config.json",
         "onnx/config.json",
         "consolidated.safetensors",
         "model.safetensors",
@@ -123,7 +125,8 @@ def test_only_what_is_needed_is_downloaded(folder: Path, tmp_path: Path) -> None
     with hub_of("org/name", folder) as hub:
         env = {"HF_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
         assert "kind='folder'" in resolve_elsewhere("org/name", env, weights=False)
-        assert sorted(hub.downloaded) == ["1_Pooling/config.json", "config.json", "tokenizer.json"]
+        named = ["1_Pooling/config.json", "additional_chat_templates/tool_use.jinja", "config.json", "tokenizer.json"]
+        assert sorted(hub.downloaded) == named
         hub.downloaded.clear()
         assert "kind='folder'" in resolve_elsewhere("org/name", env)
         assert hub.downloaded == ["model.safetensors"]
