@@ -53,7 +53,7 @@ class Journal:
         self.on_trial = False  # no other suspect runs beside it: if its replica crashes, it is to blame
         self.suspected = 0  # replicas that crashed with it since its last token
         self.failovers: list[Failover] = []
-        # By the replica that had no room for it, or could not start it.
+        # By the replica that had no room for it, or could not start it, since it was accepted by one last.
         self.refused: dict[str, Overloaded | EngineFailure] = {}
         self.started = self.begun = self.heard = clock()  # it arrived; came to its replica; last heard of
         self.held = 0.0  # how long it waited until there was a replica, before it was at any
@@ -149,7 +149,9 @@ class Journal:
         self.plain = self.engine_id == self.request.id and self.first is not None
 
     def lose(self, cause: str) -> None:
-        """Its replica is lost. `resume` follows when another one has the request."""
+        """Its replica is lost. `resume` follows when another one has the request. That may be one that had no room for
+        it before: it has been accepted since, so admission is behind it."""
+        self.refused.clear()
         served = self.heard - self.begun
         self.failovers.append(Failover(self.replica, cause, len(self.output), served, 0.0))
 

@@ -17,6 +17,7 @@ from penstock.core.errors import (
     DeadlineExceeded,
     EngineFailure,
     InvalidRequest,
+    Overloaded,
     PenstockError,
     StartupError,
     Unavailable,
@@ -27,10 +28,17 @@ from penstock.engine.executor import Step, StepResult
 from penstock.fleet.failover import BREAK_AFTER
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launcher import Loss
-from penstock.fleet.settings import FailoverConfig
+from penstock.fleet.settings import FailoverConfig, PolicyName, RoutingConfig
 from penstock.simulation.paged_executor import VOCAB, PagedExecutor, expected_output
 from penstock.worker.protocol import NOT_STARTED
-from tests.fleet.simulated import HeldExecutor, SimulatedInstance, SimulatedLauncher, SimulatedUpstream, SimulatedWorker
+from tests.fleet.simulated import (
+    LIMITS,
+    HeldExecutor,
+    SimulatedInstance,
+    SimulatedLauncher,
+    SimulatedUpstream,
+    SimulatedWorker,
+)
 
 POISON = VOCAB  # that no model samples: a prompt with it crashes the worker that computes it
 
@@ -47,9 +55,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def running(
-    *launchers: SimulatedLauncher, wait_seconds: float = 30.0
+    *launchers: SimulatedLauncher, wait_seconds: float = 30.0, policy: PolicyName = "forecast"
 ) -> AsyncIterator[tuple[Fleet, list[SimulatedLauncher]]]:
-    fleet = Fleet("m", failover=FailoverConfig(wait_seconds=wait_seconds))
+    fleet = Fleet("m", RoutingConfig(policy), FailoverConfig(wait_seconds))
     await fleet.start(launchers)
     await until(lambda: all(replica.state == "ready" for replica in fleet.replicas))
     try:
@@ -238,6 +246,28 @@ async def test_what_no_replica_can_start_keeps_nobody_else_waiting(replicas: int
         assert not any(replica.breaker.open for replica in fleet.replicas)
         request = asking("other", [1, 2])
         assert tokens_of(await answer(fleet, request)) == expected(request)
+
+
+async def test_a_stream_goes_on_where_there_was_no_room_for_it_at_first() -> None:
+    full, lost = SimulatedLauncher(hold_the_first(0)), SimulatedLauncher(hold_the_first())
+    async with asyncio.timeout(60), running(full, lost, policy="round_robin") as (fleet, _):
+        scheduler, executor = full.worker.scheduler, full.worker.executor
+        assert isinstance(executor, HeldExecutor)
+        full.worker.engine.submit(asking("running", [7, 8], 5))
+        await until(lambda: bool(scheduler.running))
+        full.worker.engine.submit(asking("waiting", [7, 8], 5))
+        scheduler.limits = replace(LIMITS, max_waiting=1)
+        refused: list[PenstockError] = []
+
+        def lose(count: int) -> None:
+            if count == 20:
+                refused.extend(fleet.journals["r"].refused.values())
+                executor.released.set()
+                lost.worker.die()
+
+        request = asking("r", [1, 2, 3], 200)
+        assert tokens_of(await answer(fleet, request, lose)) == expected(request)
+        assert [type(error) for error in refused] == [Overloaded]
 
 
 async def test_kills_from_outside_blame_nobody_however_many() -> None:
