@@ -109,7 +109,7 @@ class Autoscaler:
     @property
     def current(self) -> list[Replica]:
         """Those that stay: ready, or on their way."""
-        return [replica for replica in self.fleet.replicas if replica.state not in ("draining", "stopped")]
+        return [replica for replica in self.fleet.replicas if replica.comes_back and replica.state != "draining"]
 
     def _load(self) -> Load:
         fleet, meter, config = self.fleet, self._meter, self.config

@@ -171,10 +171,11 @@ class Fleet:
             self._tell()
 
     async def _drained(self, replica: Replica, seconds: float) -> None:
-        """Wait until it has no requests any more, but no longer than this."""
+        """Wait until it has no requests any more, but no longer than this. Those of one that is lost go on elsewhere at
+        once."""
         try:
             async with asyncio.timeout(seconds):
-                while self.streams(replica):
+                while replica.state != "lost" and self.streams(replica):
                     await self._changed.wait()
         except TimeoutError:
             left = self.streams(replica)

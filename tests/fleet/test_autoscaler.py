@@ -189,6 +189,33 @@ async def test_up_and_down_without_a_failed_request() -> None:
         await until(lambda: len(one.fleet.replicas) == 1)
 
 
+async def test_one_that_is_lost_while_it_drains_is_gone_and_counts_for_nothing() -> None:
+    async with asyncio.timeout(30), scaled() as one:  # less than it may drain
+        need(2)
+        await one.look()
+        await one.settled()
+        held = [launcher.worker.hold(3) for launcher in one.launchers]
+        requests = [asking(str(number), [number, 5, 6]) for number in range(8)]
+        answers = [asyncio.create_task(answer(one.fleet, request)) for request in requests]
+        await until(lambda: one.fleet.stats.running == len(requests))
+        need(0.5)
+        await one.look()
+        assert await one.look(30.0) == 1
+        (leaving,) = (at for at, replica in enumerate(one.fleet.replicas) if replica.state == "draining")
+        replica = one.fleet.replicas[leaving]
+        one.launchers[leaving].worker.die()
+        await until(lambda: replica.state == "lost")
+        assert replica not in one.autoscaler.current
+        for executor in held:
+            executor.released.set()
+        for request, chunks in zip(requests, await asyncio.gather(*answers), strict=True):
+            assert tokens_of(chunks) == expected(request)
+        await until(lambda: len(one.fleet.replicas) == 1)
+        need(2)
+        assert await one.look() == 2
+        assert await one.settled() == 2
+
+
 async def test_those_that_do_not_serve_yet_go_first_and_numbers_are_used_again() -> None:
     async with scaled(replace(CONFIG, min_replicas=1)) as one:
         one.failing = True
