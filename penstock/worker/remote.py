@@ -120,9 +120,15 @@ class Port:
         stop()
 
     async def _accept(self, server: WorkerServer) -> None:
+        """Whatever keeps one connection from being accepted, such as too many open files, may be over for the next."""
         loop = asyncio.get_running_loop()
         while True:
-            connection, address = await loop.sock_accept(self._listener)
+            try:
+                connection, address = await loop.sock_accept(self._listener)
+            except OSError as error:
+                log.warning("no gateway can connect for now: %s", error)
+                await asyncio.sleep(_LOOK_SECONDS)
+                continue
             self._start(self._connect(server, connection, address))
 
     async def _connect(self, server: WorkerServer, connection: socket.socket, address: object) -> None:

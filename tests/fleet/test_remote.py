@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -105,6 +106,25 @@ async def test_who_is_no_gateway_gets_nothing() -> None:
         said = await reader.read()
         assert len(said) == 32, "a challenge and then the end"
         writer.close()
+
+
+async def test_gateways_can_connect_again_after_a_time_of_too_many_open_files(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote, "_LOOK_SECONDS", 0.01)
+    most, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with asyncio.timeout(30), listening_worker() as (_, port):
+        with socket.socket() as early:
+            early.setblocking(False)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, limit))
+            try:
+                await asyncio.get_running_loop().sock_connect(early, ("127.0.0.1", port))
+                while "Too many open files" not in caplog.text:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, limit))
+        instance = await RemoteLauncher("127.0.0.1", port, SECRET).launch()
+        await instance.stop()
 
 
 async def test_a_place_where_nobody_listens_says_so() -> None:
