@@ -76,17 +76,18 @@ class Fleet:
     async def start(
         self, launchers: Sequence[Launcher], names: Sequence[str] = (), expected: EngineInfo | None = None
     ) -> str:
-        """Returns when the first replica serves; the others follow. Raises StartupError if the first one cannot. None
-        at all are needed where `info` is known.
+        """Returns when the first replica serves; the others follow. Raises StartupError if the first one cannot. Where
+        `info` is known, as the model has been served by other processes, none is waited for or needed at all.
 
         `expected`: with this in place of `info`, a first replica that is unavailable for now need not be waited for.
         Returns why it is, and launches it as soon as that is possible."""
         named = zip(launchers, chain(names, repeat(None)), strict=False)
         replicas = [self._new(launcher, name) for launcher, name in named]
-        unavailable = ""
-        if replicas:
-            unavailable = await self._start_first(replicas[0], expected)
-        for replica in replicas[1:]:
+        unavailable, following = "", replicas
+        if replicas and not hasattr(self, "info"):
+            first, *following = replicas
+            unavailable = await self._start_first(first, expected)
+        for replica in following:
             replica.start_soon()
         if self.pool is not None:
             self.pool.start()

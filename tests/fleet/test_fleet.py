@@ -12,7 +12,7 @@ from itertools import count
 
 import pytest
 
-from penstock.core.engine import ChunkStream
+from penstock.core.engine import ChunkStream, EngineInfo
 from penstock.core.errors import (
     DeadlineExceeded,
     EngineFailure,
@@ -448,3 +448,17 @@ async def test_a_fleet_whose_first_replica_cannot_start_does_not_start() -> None
     launcher.failing = True
     with pytest.raises(StartupError, match="no machine is free"):
         await Fleet("m").start([launcher])
+
+
+async def test_where_others_have_served_the_model_any_replica_will_do() -> None:
+    """As for a gateway process that is started again while the first replica is down."""
+    launchers = SimulatedLauncher(), SimulatedLauncher()
+    launchers[0].failing = True
+    fleet = Fleet("m")
+    fleet.info = EngineInfo("m", LIMITS.max_model_len, LIMITS.vocab_size)
+    async with asyncio.timeout(30):
+        await fleet.start(launchers)
+        request = asking("r", [1, 2, 3])
+        assert tokens_of(await answer(fleet, request)) == expected(request)
+    await fleet.stop()
+    await launchers[1].close()
