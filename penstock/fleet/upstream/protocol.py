@@ -75,8 +75,9 @@ class UpstreamProtocol(Protocol):
 
 
 def finish_reason(word: str | None) -> FinishReason | None:
-    """A server that aborts a request does so for its own reasons: another one may answer it."""
-    if word is None:
+    """None where it goes on: servers leave it out, send null or an empty word. A server that aborts a request does so
+    for its own reasons: another one may answer it."""
+    if not word:
         return None
     if word not in _FINISH:
         raise Unavailable(f"the upstream ended the request: {word}", code="aborted")

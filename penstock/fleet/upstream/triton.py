@@ -101,7 +101,7 @@ class TritonProtocol:
             reason = _single(data.get(self._tensors.finish_reason)) if self._tensors.finish_reason else None
         except (ValueError, LookupError, TypeError, AttributeError) as problem:
             raise Unavailable(f"the upstream sends what is not Triton's: {event[:80]!r}", code="protocol") from problem
-        return Piece(str(text), cumulative=self._tensors.cumulative, finish_reason=finish_reason(reason or None))
+        return Piece(str(text), cumulative=self._tensors.cumulative, finish_reason=finish_reason(reason))
 
 
 def _single(value: Any) -> Any:

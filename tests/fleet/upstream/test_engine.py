@@ -139,6 +139,15 @@ async def test_an_answer_that_breaks_off_is_unavailable(tokenizer: Tokenizer, ev
             await anext(stream)
 
 
+async def test_an_answer_goes_on_after_an_empty_finish_reason(tokenizer: Tokenizer) -> None:
+    story = StoryServer()
+    async with connected(story, tokenizer) as upstream:
+        story.events = [completion(" lived", ""), completion(" in", ""), completion("", "length")]
+        chunks = await collect(upstream, story_request(tokenizer))
+        assert tokenizer.decode(ids_of(chunks)) == " lived in"
+        assert [chunk.finish_reason for chunk in chunks] == [None, None, "length"]
+
+
 async def test_half_characters_of_two_events_are_joined(tokenizer: Tokenizer) -> None:
     story = StoryServer()
     async with connected(story, tokenizer) as upstream:
