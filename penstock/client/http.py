@@ -153,7 +153,11 @@ class StreamingResponse:
             pass
 
     async def events(self) -> AsyncGenerator[str, None]:
-        """The data of each server-sent event. Lines, events and characters may span any number of chunks."""
+        """The data of each server-sent event. Lines, events and characters may span any number of chunks. A server that
+        sends one JSON document instead, such as an error with status 200, has said all in one event."""
+        if self.headers.get("content-type", "").lower().startswith("application/json"):
+            yield (await self.read()).decode("utf-8", "replace")
+            return
         data: list[bytes] = []
         rest = b""
         async for part in self.body():

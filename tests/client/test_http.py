@@ -102,7 +102,8 @@ def test_events_do_not_depend_on_how_the_stream_is_cut(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(data)]
 
     class Cut(http.StreamingResponse):
-        def __init__(self) -> None: ...
+        def __init__(self) -> None:
+            self.headers = {"content-type": "text/event-stream"}
 
         async def body(self) -> AsyncIterator[bytes]:  # type: ignore[override]
             for start, end in pairwise(edges):

@@ -109,7 +109,10 @@ async def test_refuses_what_the_server_would_ignore(tokenizer: Tokenizer, params
 
 @pytest.mark.parametrize(
     ("status", "error"),
-    [(429, Overloaded), (400, InvalidRequest), (422, InvalidRequest), (401, Unavailable), (500, Unavailable)],
+    [
+        *((429, Overloaded), (400, InvalidRequest), (422, InvalidRequest), (401, Unavailable), (500, Unavailable)),
+        (200, Unavailable),  # and an error for a body
+    ],
 )
 async def test_a_status_says_whose_fault_it_is(tokenizer: Tokenizer, status: int, error: type[Exception]) -> None:
     story = StoryServer()
