@@ -345,6 +345,7 @@ class Fleet:
         this one: its circuit breaker stays as it is."""
         if len(self.replicas) == 1 or (journal.output and isinstance(error, Overloaded)):
             raise error
+        journal.fruitless -= 1
         journal.refused[replica.name] = error
 
     async def failed(

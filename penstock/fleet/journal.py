@@ -49,7 +49,7 @@ class Journal:
         self.engine: ServedEngine | None = None
         self.engine_id = request.id  # its name there: one out of reach may still be busy with the attempt before
         self.attempt = 0
-        self.fruitless = 0  # attempts since its last token
+        self.fruitless = 0  # attempts since its last token, without those that were refused
         self.on_trial = False  # no other suspect runs beside it: if its replica crashes, it is to blame
         self.suspected = 0  # replicas that crashed with it since its last token
         self.failovers: list[Failover] = []

@@ -248,26 +248,46 @@ async def test_what_no_replica_can_start_keeps_nobody_else_waiting(replicas: int
         assert tokens_of(await answer(fleet, request)) == expected(request)
 
 
+async def fill(launcher: SimulatedLauncher) -> HeldExecutor:
+    """One request in a step that stands still, one waiting, and no more are taken."""
+    worker = launcher.worker
+    held = worker.hold(0)
+    worker.engine.submit(asking("running", [7, 8], 5))
+    await until(lambda: bool(worker.scheduler.running))
+    worker.engine.submit(asking("waiting", [7, 8], 5))
+    worker.scheduler.limits = replace(LIMITS, max_waiting=1)
+    return held
+
+
 async def test_a_stream_goes_on_where_there_was_no_room_for_it_at_first() -> None:
-    full, lost = SimulatedLauncher(hold_the_first(0)), SimulatedLauncher(hold_the_first())
+    full, lost = SimulatedLauncher(), SimulatedLauncher(hold_the_first())
     async with asyncio.timeout(60), running(full, lost, policy="round_robin") as (fleet, _):
-        scheduler, executor = full.worker.scheduler, full.worker.executor
-        assert isinstance(executor, HeldExecutor)
-        full.worker.engine.submit(asking("running", [7, 8], 5))
-        await until(lambda: bool(scheduler.running))
-        full.worker.engine.submit(asking("waiting", [7, 8], 5))
-        scheduler.limits = replace(LIMITS, max_waiting=1)
+        held = await fill(full)
         refused: list[PenstockError] = []
 
         def lose(count: int) -> None:
             if count == 20:
                 refused.extend(fleet.journals["r"].refused.values())
-                executor.released.set()
+                held.released.set()
                 lost.worker.die()
 
         request = asking("r", [1, 2, 3], 200)
         assert tokens_of(await answer(fleet, request, lose)) == expected(request)
         assert [type(error) for error in refused] == [Overloaded]
+
+
+async def test_refusals_do_not_count_as_failures() -> None:
+    """A step that fails is computed again, however many replicas had no room before."""
+    launchers = [SimulatedLauncher() for _ in range(3)]
+    async with asyncio.timeout(60), running(*launchers, policy="round_robin") as (fleet, _):
+        held = [await fill(launcher) for launcher in launchers[:2]]
+        launchers[2].worker.executor.fail_next = True
+        request = asking("r", [1, 2, 3])
+        asked = asyncio.create_task(answer(fleet, request))
+        await until(lambda: bool(fleet.failovers) or asked.done())
+        for executor in held:
+            executor.released.set()
+        assert tokens_of(await asked) == expected(request)
 
 
 async def test_kills_from_outside_blame_nobody_however_many() -> None:
