@@ -22,7 +22,7 @@ from penstock.fleet.upstream.answer import Answer
 from penstock.fleet.upstream.capabilities import Capabilities
 from penstock.fleet.upstream.health import HealthMonitor
 from penstock.fleet.upstream.openai import OpenAIProtocol
-from penstock.fleet.upstream.protocol import Found, Piece, UpstreamProtocol, collect, response_error
+from penstock.fleet.upstream.protocol import FAILED, Found, Piece, UpstreamProtocol, collect, response_error
 from penstock.fleet.upstream.retokenizer import Vocabulary
 from penstock.fleet.upstream.settings import UpstreamConfig
 from penstock.fleet.upstream.triton import TritonProtocol
@@ -173,20 +173,24 @@ class Upstream:
                     yield piece
             except (TimeoutError, Unavailable) as error:
                 if not complete:
-                    raise self._lost(error, wait, deadline) from None
+                    raise await self._lost(error, wait, deadline) from None
 
     @staticmethod
     def _until(wait: float, deadline: float | None) -> float:
         end = asyncio.get_running_loop().time() + wait
         return end if deadline is None else min(end, deadline)
 
-    def _lost(self, error: TimeoutError | Unavailable, wait: float, deadline: float | None) -> PenstockError:
-        """What a request fails with. Unless its own deadline ended it, others would fail here, too."""
+    async def _lost(self, error: TimeoutError | Unavailable, wait: float, deadline: float | None) -> PenstockError:
+        """What a request fails with. Unless its own deadline ended it, or a check shows that the server answers others,
+        they would fail here, too."""
         if isinstance(error, TimeoutError):
             if deadline is not None and asyncio.get_running_loop().time() >= deadline:
                 return DeadlineExceeded("the deadline passed before the upstream had answered")
             error = Unavailable(f"nothing came from the upstream for {wait:g} s", code="timeout")
-        self._monitor.lost(error.message, stalled=error.code == "timeout")
+        if error.code == FAILED:
+            await self._monitor.doubt()
+        else:
+            self._monitor.lost(error.message, stalled=error.code == "timeout")
         return error
 
     def _settle(self, answer: Answer, *, aborted: bool) -> None:

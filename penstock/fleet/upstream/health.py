@@ -20,7 +20,7 @@ class HealthMonitor:
     """A failed check, or a request that was lost, makes an upstream unhealthy; a check makes it healthy again.
 
     A server can answer health checks for ever while it generates nothing. So after a request has stalled only a check
-    that generates a token counts.
+    that generates a token counts. Such a check also tells whether a request that a server has failed is alone to blame.
     """
 
     def __init__(self, name: str, alive: Check, generates: Check, timeouts: UpstreamTimeouts) -> None:
@@ -29,6 +29,7 @@ class HealthMonitor:
         self._stalled = False
         self._wake = asyncio.Event()
         self._failed = asyncio.Event()
+        self._doubt: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._watch())
 
     def health(self) -> Health:
@@ -40,6 +41,13 @@ class HealthMonitor:
         self._stalled = self._stalled or stalled
         self._wake.set()
 
+    async def doubt(self) -> None:
+        """A request failed, which may be its own fault. Returns when a check has shown whether another one would."""
+        if self._doubt is None or self._doubt.done():
+            self._stalled = True
+            self._doubt = asyncio.create_task(self.check())
+        await asyncio.wait([self._doubt])
+
     async def unhealthy(self) -> str:
         """Wait until it is, and say why."""
         while not self._problem:
@@ -49,6 +57,8 @@ class HealthMonitor:
 
     async def close(self) -> None:
         self._task.cancel()
+        if self._doubt is not None:
+            self._doubt.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
 

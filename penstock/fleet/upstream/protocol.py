@@ -13,6 +13,7 @@ from penstock.core.request import FinishReason, GenerateRequest, TokenLogprob
 from penstock.fleet.upstream.capabilities import Capabilities
 from penstock.fleet.upstream.dialects import Dialect
 
+FAILED = "upstream_failed"  # code of an error that the server has met with a request
 RETRY_SECONDS = 1.0  # where a server that refuses does not say when to come again
 NO_TOKEN = -1  # in log-probabilities, for a token that the server names by a text of which there is none
 UNKNOWN_LOGPROB = -9999.0  # as OpenAI says "very unlikely", for tokens whose log-probability the server did not give
@@ -118,7 +119,7 @@ def status_error(status: int, message: str, headers: Mapping[str, str]) -> Penst
         return Overloaded(said, retry_after=_seconds(headers.get("retry-after")))
     if 400 <= status < 500 and status not in (401, 403, 404, 408):
         return InvalidRequest(said, code="upstream_refused")
-    return Unavailable(said, code="upstream_error")
+    return Unavailable(said, code=FAILED if status == 500 else "upstream_error")
 
 
 def _seconds(text: str | None) -> float:

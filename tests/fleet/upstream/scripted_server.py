@@ -31,6 +31,7 @@ class StoryServer:
     characters: int = 3  # in one event
     template: str = "{}"  # around prompts
     refusal: tuple[int, Mapping[str, str]] | None = None  # status and headers of the next answers
+    chokes_on: str | None = None  # fails with 500 where a prompt has this
     events: list[str] = field(default_factory=list)  # sent instead of the story, if there are any
     hangs_after: int | None = None  # events
     healthy: bool = True
@@ -60,6 +61,8 @@ class StoryServer:
             return JSONResponse({"error": {"message": "so it is"}}, status, headers=dict(headers))
         if not isinstance(body["prompt"], str):
             return JSONResponse({"error": {"message": "prompt must be text"}}, 422)
+        if self.chokes_on is not None and self.chokes_on in body["prompt"]:
+            return JSONResponse({"error": {"message": "it choked"}}, 500)
         return StreamingResponse(self._stream(body), media_type="text/event-stream")
 
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[str]:

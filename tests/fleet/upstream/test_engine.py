@@ -190,6 +190,19 @@ async def test_a_hung_server_is_found_out_although_it_answers_checks(tokenizer: 
         assert (await upstream.check()).ok
 
 
+@pytest.mark.parametrize(("chokes_on", "well"), [(TRIAL_PROMPT, True), ("", False)])
+async def test_a_request_that_a_server_fails_is_not_taken_for_the_server(
+    tokenizer: Tokenizer, chokes_on: str, well: bool
+) -> None:
+    """Else one client could take it from all others. The empty text is in every prompt."""
+    story = StoryServer()
+    async with connected(story, tokenizer) as upstream:
+        story.chokes_on = chokes_on
+        with pytest.raises(Unavailable, match="it choked"):
+            await collect(upstream, story_request(tokenizer))
+        assert upstream.health().ok is well
+
+
 async def test_checks_find_a_server_that_is_not_well(tokenizer: Tokenizer) -> None:
     story = StoryServer()
     async with connected(story, tokenizer) as upstream:
