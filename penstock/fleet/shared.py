@@ -125,15 +125,21 @@ class BrokeredLauncher:
 
 class BrokeredInstance(RemoteInstance):
     def __init__(self, client: WorkerClient, channel: Channel, replica: str) -> None:
+        """Asks at once how it ends: when this process notices that it has, another one may be in its place."""
         super().__init__(client)
-        self._channel = channel
-        self._replica = replica
+        self._end: asyncio.Future[Any] = asyncio.ensure_future(channel.call("loss", replica))
+        self._end.add_done_callback(lambda end: end.cancelled() or end.exception())  # it may not be waited for
 
     async def lost(self) -> Loss:
         """How a process has ended is known to the one that launched it."""
         silence = await asyncio.shield(self.engine.closed)
-        known = None if silence else await in_time(self._channel.call("loss", self._replica), 0.0)
+        known = None if silence else await in_time(self._end, 0.0)
+        self._end.cancel()
         return Loss(*known) if known else Loss(silence or "the connection ended")
+
+    async def stop(self) -> None:
+        self._end.cancel()
+        self.engine.close()
 
 
 def gateway_handlers(channel: Callable[[], Channel], fleets: Mapping[str, Fleet], secret: str) -> dict[str, Handler]:
