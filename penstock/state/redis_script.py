@@ -59,7 +59,7 @@ local function read(key)
     local found = redis.call('HGETALL', key)
     for i = 1, #found, 2 do
         local at, amount = tonumber(found[i]), tonumber(found[i + 1])
-        if at < second - 60 then
+        if math.abs(second - at) > 60 then  -- also what was booked before the clock was set back
             redis.call('HDEL', key, found[i])
         else
             window.total = window.total + amount

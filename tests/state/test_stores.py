@@ -325,6 +325,19 @@ async def test_a_gateway_that_died_frees_its_concurrency(redis_server: RedisServ
     await alive.close()
 
 
+async def test_a_clock_that_is_set_back_locks_nobody_out(redis_server: RedisServer) -> None:
+    now = [100_000.0]
+    store = RedisStore(redis_server.url, f"stores{next(_numbers)}", lambda: now[0])
+    await store.open()
+    assert (await store.reserve(claim(tokens_per_minute=10))).refused is None
+    refused = await store.reserve(claim(tokens_per_minute=10))
+    assert (refused.refused, refused.retry_after) == ("tokens", 61.0)
+    now[0] -= 3600.0
+    assert (await store.reserve(claim(tokens_per_minute=10))).refused is None
+    assert (await store.reserve(claim(tokens_per_minute=10))).refused == "tokens"
+    await store.close()
+
+
 async def test_a_redis_that_hangs_is_given_up_soon(own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_module, "TIMEOUT_SECONDS", 1.0)
     store = RedisStore(own_redis.url)
