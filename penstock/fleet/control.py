@@ -198,6 +198,8 @@ class FleetControl:
         model, replica = self._find_replica(name)
         if fault not in get_args(Fault):
             raise InvalidRequest(f"fault must be one of {', '.join(get_args(Fault))}", param="fault")
+        if replica.state not in ("ready", "draining"):
+            raise Conflict(f"{name} does not run: it is {replica.state}", param="replica", code="replica_not_running")
         if fault == "cut":
             self._fleets[model].cut(replica)
         elif replica.process is None:

@@ -73,7 +73,8 @@ class Replica:
 
     @property
     def process(self) -> int | None:
-        return None if self._instance is None else self._instance.process
+        """None as well once it is lost: another process may have its id."""
+        return None if self._instance is None or self._gone else self._instance.process
 
     @property
     def stats(self) -> EngineStats:

@@ -170,3 +170,17 @@ async def test_one_that_is_removed_before_it_serves_is_stopped(monkeypatch: pyte
             await restart
         assert one.states() == {"m-0": "ready", "m-1": "ready"}
         await until(lambda: not one.launchers[-1].worker.server._gateways)
+
+
+async def test_a_replica_that_is_lost_has_no_process_to_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may have got the id of the one that it had."""
+    monkeypatch.setattr(SimulatedInstance, "process", 2**22 + 1)  # more than there are
+    async with controlled(monkeypatch) as one:
+        one.go.clear()
+        one.launchers[0].worker.die()
+        await one.become(m_0="lost", m_1="ready")
+        assert [view.process is None for view in await one.control.replicas()] == [True, False]
+        for fault in ("kill", "slow", "cut"):
+            with pytest.raises(Conflict, match="m-0 does not run: it is lost"):
+                await one.control.fault("m-0", fault, 1.0)
+        one.go.set()
