@@ -40,6 +40,7 @@ from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL, hang
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
 from tests.gateway.wire import CHAT as RAW_CHAT
+from tests.gateway.wire import GET_HEALTH, Wire, chat
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
@@ -240,6 +241,35 @@ def test_signals_let_streams_finish_and_refuse_new_requests(signals: list[signal
         process.stdin.flush()
         assert "data: [DONE]" in list(lines)
         assert process.wait(20) == 0
+
+
+def test_while_a_server_drains_its_answers_end_their_connections() -> None:
+    """Clients that keep their connections would send it every request until it ends, and no other server any."""
+    with server_process(drain_seconds=60) as (process, url):
+        host, port = url.removeprefix("http://").split(":")
+        with (
+            socket.create_connection((host, int(port)), timeout=20) as idle,
+            socket.create_connection((host, int(port)), timeout=20) as busy,
+        ):
+            kept, in_flight = Wire(idle), Wire(busy)
+            kept.send(GET_HEALTH)
+            assert "connection" not in kept.response()[1]
+            in_flight.send(chat())
+            while "penstock_requests_in_flight 2.0" not in httpx.get(f"{url}/metrics").text:  # and this one
+                pass
+            process.send_signal(signal.SIGTERM)
+            wait_until_draining(url)
+            kept.send(chat())
+            status, headers, _ = kept.response()
+            assert (status, headers["connection"]) == (503, "close")
+            assert kept.is_closed()
+            assert process.stdin is not None
+            process.stdin.write("go on\n")
+            process.stdin.flush()
+            status, headers, _ = in_flight.response()
+            assert (status, headers["connection"]) == (200, "close")
+            assert in_flight.is_closed()
+            assert process.wait(20) == 0
 
 
 def test_nohup_keeps_a_server_from_draining_with_its_terminal() -> None:

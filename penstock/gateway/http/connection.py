@@ -17,6 +17,7 @@ from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.gateway.errors import HeadersTooLarge, UnsupportedCoding
 from penstock.gateway.http.request import Header, Request, Upgraded
 from penstock.gateway.http.response import Response
+from penstock.gateway.http.traffic import Traffic
 
 Answer = Callable[[Request, Response], Coroutine[Any, Any, None]]
 
@@ -39,10 +40,11 @@ class Connection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, answer: Answer, connections: set[Connection]) -> None:
+    def __init__(self, answer: Answer, connections: set[Connection], traffic: Traffic) -> None:
         self.paused = False  # the client does not take what was written
         self._answer = answer
         self._connections = connections
+        self._traffic = traffic
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._resumed = asyncio.Event()
@@ -105,6 +107,10 @@ class Connection(asyncio.Protocol):
         self._resumed.set()
         self._since = self._loop.time()
         self._parse()
+
+    @property
+    def draining(self) -> bool:
+        return self._traffic.draining
 
     async def resumed(self) -> None:
         await self._resumed.wait()

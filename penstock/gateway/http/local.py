@@ -16,6 +16,7 @@ class _Nobody:
     """In place of a connection. What is sent goes to the `LocalResponse` instead."""
 
     paused = False
+    draining = False
 
     async def resumed(self) -> None:
         pass

@@ -147,9 +147,13 @@ class Response:
         """Nothing in a header comes from a client as it was, except ids of a form that cannot break a line."""
         self.status = status
         self.request.answered = True
+        if self._connection.draining:
+            self.keep_alive = False
         lines = [_STATUS_LINES[status], _date.line(), b"x-request-id: %b\r\n" % self.request.id.encode()]
         lines += [b"%b: %b\r\n" % header for header in (*self.headers.items(), *headers)]
-        lines.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
         return b"".join(lines)
 
     def _write_last(self, data: bytes) -> None:

@@ -97,7 +97,7 @@ class _Server:
     async def listen(self, listener: socket.socket) -> None:
         try:
             self._listening = await self._loop.create_server(
-                lambda: Connection(self._app.answer, self._connections),
+                lambda: Connection(self._app.answer, self._connections, self._traffic),
                 sock=listener,
                 backlog=BACKLOG,
                 ssl=None if self._certificate is None else self._certificate.context,

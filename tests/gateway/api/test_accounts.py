@@ -48,7 +48,7 @@ def ask(http: httpx.Client, **more: Any) -> dict[str, Any]:
 def test_time_of_an_answer_ends_before_its_client_can_have_it(end: Any) -> None:
     sent: list[float] = []
     connection: Any = SimpleNamespace(
-        paused=False, write=lambda _: sent.append(time.monotonic()), finish=lambda _: None
+        paused=False, draining=False, write=lambda _: sent.append(time.monotonic()), finish=lambda _: None
     )
     request = Request(connection, "POST", CHAT, b"", [])
     response = Response(connection, request, keep_alive=True)

@@ -10,6 +10,7 @@ from penstock.core.errors import PenstockError
 from penstock.gateway.http.connection import Connection
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
+from penstock.gateway.http.traffic import Traffic
 
 MAX_BODY = 1000
 QUIET_TURNS = 8  # of the event loop, after which nothing happens any more unless more bytes come
@@ -82,7 +83,7 @@ async def _exchange(packets: Iterable[bytes]) -> Exchanges:
             request.close()
 
     transport = Transport()
-    connection = Connection(answer, set())
+    connection = Connection(answer, set(), Traffic())
     connection.connection_made(transport)
     for packet in packets:
         while not transport.reading:  # noqa: ASYNC110

@@ -16,6 +16,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from penstock.gateway.http import connection as http
 from penstock.gateway.http.response import Response
+from penstock.gateway.http.traffic import Traffic
 from penstock.simulation.scripted_engine import MODEL
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
@@ -91,8 +92,8 @@ def watched(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[W
     made: list[http.Connection] = []
     is_made = threading.Event()
 
-    def make(answer: http.Answer, connections: set[http.Connection]) -> http.Connection:
-        made.append(http.Connection(answer, connections))
+    def make(answer: http.Answer, connections: set[http.Connection], traffic: Traffic) -> http.Connection:
+        made.append(http.Connection(answer, connections, traffic))
         is_made.set()
         return made[-1]
 
