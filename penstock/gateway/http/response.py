@@ -153,6 +153,8 @@ class Response:
         lines += [b"%b: %b\r\n" % header for header in (*self.headers.items(), *headers)]
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
+        elif not self.request.http_1_1:  # without it, an older client waits for the end of the connection
+            lines.append(b"connection: keep-alive\r\n")
         lines.append(b"\r\n")
         return b"".join(lines)
 

@@ -88,6 +88,18 @@ def test_an_older_client_gets_a_stream_that_ends_with_the_connection(gateway: Ga
         assert it.file.read().endswith(b"data: [DONE]\n\n")
 
 
+def test_an_older_client_is_told_that_its_connection_goes_on(gateway: Gateway) -> None:
+    with wire(gateway) as it:
+        older = GET_HEALTH.replace(b"HTTP/1.1\r\n", b"HTTP/1.0\r\nConnection: keep-alive\r\n")
+        for _ in range(2):
+            it.send(older)
+            status, headers, _ = it.response()
+            assert (status, headers["connection"]) == (200, "keep-alive")
+        it.send(older.replace(b"keep-alive", b"close"))
+        assert it.response()[1]["connection"] == "close"
+        assert it.is_closed()
+
+
 def test_head_is_get_without_the_body(shared_gateway: Gateway) -> None:
     with wire(shared_gateway) as it:
         it.send(GET_HEALTH.replace(b"GET", b"HEAD") + GET_HEALTH)
@@ -266,7 +278,7 @@ def test_an_offer_to_speak_another_protocol_changes_nothing(
             stays = stays and version == b"1.1"  # otherwise the end of the connection is that of the stream
             if version == b"1.1":
                 assert it.file.read(7) == b"\r\n0\r\n\r\n"
-        assert ("connection" not in headers) == stays
+        assert (headers.get("connection") != "close") == stays
         if stays:
             it.send(GET_HEALTH)
             assert it.response()[0] == 200
