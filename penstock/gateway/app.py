@@ -147,7 +147,7 @@ def _model(given: ServedModel, settings: GatewaySettings, spend: SpendMetrics) -
         _text(given, settings),
         given.engine,
         Objectives(settings.classes, settings.default_class, stats),
-        Metering(Prices(settings, names[0], stats), spend, names),
+        Metering(Prices(settings, names, stats), spend, names),
         Prefixes(settings.cache, given.tokenizer),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 
@@ -55,8 +55,10 @@ def machine_price(per_hour: float, stats: EngineStats) -> Price:
 
 
 class Prices:
-    def __init__(self, settings: GatewaySettings, model: str, stats: Callable[[], EngineStats]) -> None:
-        given = settings.prices.get(model)
+    """Of a model, by the first of its names that has a price."""
+
+    def __init__(self, settings: GatewaySettings, names: Sequence[str], stats: Callable[[], EngineStats]) -> None:
+        given = next((settings.prices[name] for name in names if name in settings.prices), None)
         self._listed = None if given is None else listed_price(given)
         self._per_hour = settings.machine_per_hour
         self._stats = stats

@@ -185,11 +185,12 @@ def test_spending_past_the_budget_is_refused_and_accounted(limited: Gateway) -> 
     assert 'penstock_limited_total{limit="day",tenant="poor"} 2.0' in metrics
 
 
-def test_parallel_requests_share_what_is_left_of_a_budget(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("priced", [MODEL, "org/alias"])
+def test_parallel_requests_share_what_is_left_of_a_budget(tokenizer: Tokenizer, priced: str) -> None:
     """Of twenty at once that cost a fifth of the budget each, five run; what fails gives its part back."""
     prompt = len(tokenizer.encode("Hi"))
     budget = 5 * (prompt + 2 * 10) / 1e6
-    values = {"tenants": {"acme": {"budget_per_day": budget}}, "prices": PRICES}
+    values = {"tenants": {"acme": {"budget_per_day": budget}}, "prices": {priced: PRICES[MODEL]}}
     with serving(tokenizer, settings_from_mapping(values)) as gateway, ThreadPoolExecutor(20) as pool:
         released = threading.Event()
 
@@ -295,8 +296,8 @@ def test_prices_follow_from_the_machine() -> None:
     assert price.cost(prompt_tokens=0, cached_tokens=0, output_tokens=400) == BILLION // 1000
     assert machine_price(3.6, EngineStats()).cost(1000, 0, 1000) == 0, "nothing measured yet"
     settings = settings_from_mapping({"machine_per_hour": 3.6, "prices": {"listed": {"input": 1}}})
-    assert Prices(settings, "other", lambda: stats).now() == price
-    assert Prices(settings, "listed", lambda: stats).now().cost(1_000_000, 0, 5) == BILLION
+    assert Prices(settings, ["other"], lambda: stats).now() == price
+    assert Prices(settings, ["listed"], lambda: stats).now().cost(1_000_000, 0, 5) == BILLION
 
 
 def test_shapes_of_requests(limited: Gateway) -> None:
