@@ -96,6 +96,7 @@ def create_app(
     bases = {model.names[0]: model.adapter_base for model in served if model.adapter_base is not None}
     _count_from_zero(metrics, models)
     _warn_of_other_models(settings, [name for model in models.all for name in model.names])
+    _warn_of_free_models(settings, models)
     _warn_of_tenants_models(settings, [*models.by_name, *(adapter.name for adapter in adapters)])
     texts = {name: model.text for name, model in models.by_name.items()}
     serving = Serving(
@@ -235,6 +236,25 @@ def _warn_of_other_models(settings: GatewaySettings, model_names: Collection[str
         for model in sorted(models.difference(model_names)):
             served = ", ".join(model_names)
             logger.warning("%s.%s has no effect here: the models served are %s", section, model, served)
+
+
+def _warn_of_free_models(settings: GatewaySettings, models: Models) -> None:
+    """Their answers spend nothing of a budget."""
+    if settings.machine_per_hour is not None:
+        return
+    tenants = {f"tenants.{name}": tenant for name, tenant in settings.tenants.items()}
+    tenants["tenant_defaults"] = settings.tenant_defaults
+    for model in models.all:
+        names = set(model.names)
+        limited = [
+            where
+            for where, tenant in tenants.items()
+            if tenant.budget_per_day is not None or tenant.budget_per_month is not None
+            if tenant.models is None or names.intersection(tenant.models)
+        ]
+        if limited and not names.intersection(settings.prices):
+            text = "%s has no price, so the budget of %s does not limit it: set prices.%s"
+            logger.warning(text, model.name, ", ".join(limited[:3]), model.name)
 
 
 def _warn_of_tenants_models(settings: GatewaySettings, names: Collection[str]) -> None:

@@ -174,6 +174,26 @@ def test_limits_and_prices_of_models_that_are_not_served_are_named(
     ]
 
 
+@pytest.mark.parametrize(
+    ("given", "warns"),
+    [
+        ({"tenants": {"acme": {"budget_per_day": 5}}}, True),
+        ({"tenant_defaults": {"budget_per_month": 5}, "prices": {"gpt-8": {"input": 1}}}, True),
+        ({"tenants": {"acme": {"budget_per_day": 5}}, "prices": {"org/alias": {"input": 1}}}, False),
+        ({"tenants": {"acme": {"budget_per_day": 5}}, "machine_per_hour": 2.5}, False),
+        ({"tenants": {"acme": {"budget_per_day": 5, "models": ["org/alias"]}}}, True),
+        ({"tenants": {"acme": {"budget_per_day": 5, "models": ["gpt-7"]}}}, False),
+        ({"tenants": {"acme": {}}}, False),
+    ],
+)
+def test_budgets_that_a_model_without_a_price_never_spends_are_named(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, given: dict[str, Any], warns: bool
+) -> None:
+    with serving(tokenizer, settings_from_mapping(given)):
+        pass
+    assert (f"{MODEL} has no price, so the budget of" in caplog.text) == warns
+
+
 def test_open_mode_is_for_loopback_only(caplog: pytest.LogCaptureFixture) -> None:
     def check(server: dict[str, Any], **more: Any) -> Directory:
         directory = Directory(settings_from_mapping({"server": server, **more}), MemoryStore())
