@@ -112,6 +112,17 @@ def test_an_answer_goes_on_while_another_page_is_shown(tab: Tab, gateway: Gatewa
     expect(tab.page.locator(".markdown")).to_have_text("One two three")
 
 
+def test_a_reload_keeps_the_question_and_what_there_is_of_its_answer(tab: Tab, gateway: Gateway) -> None:
+    tokens = gateway.tokenizer.encode("One two three", add_special_tokens=False)
+    gateway.runs(lambda request: [*([token] for token in tokens), hang])
+    ask(tab, gateway)
+    expect(tab.page.locator(".markdown")).to_have_text("One two three")
+    tab.page.reload()
+    expect(tab.page.locator(".bubble")).to_have_text("Hello")
+    expect(tab.page.locator(".markdown")).to_have_text("One two three")
+    expect(tab.page.locator(".answer header")).to_contain_text("stopped")
+
+
 def test_two_models_answer_side_by_side_and_the_history_keeps_it(tab: Tab, gateway: Gateway) -> None:
     gateway.answers("The first model says hello.")
     tab.page.goto(gateway.url)

@@ -57,6 +57,7 @@ class ChatPage {
     wide.addEventListener("change", () => this.closeDrawers()); // which would cover the answer in a narrow window
     this.open(conversations()[0] || newConversation());
     document.addEventListener("keychange", () => this.loadModels());
+    addEventListener("pagehide", () => { if (this.controllers.size) save(this.conversation); });
   }
 
   async loadModels() {
@@ -205,6 +206,7 @@ class ChatPage {
     conversation.turns.length = index + 1;
     const turn = conversation.turns[index];
     for (const model of models) turn.answers[model] = newAnswer();
+    save(conversation);
     this.drawTurns();
     const controller = new AbortController();
     this.controllers.add(controller);

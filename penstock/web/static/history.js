@@ -35,11 +35,15 @@ export function removeAll() {
   localStorage.removeItem(NAME);
 }
 
-// Log-probabilities and what runs are not kept; the oldest conversations go when there is no room.
+// Log-probabilities are not kept, and of an answer that runs what is there of it; the oldest conversations go when there
+// is no room.
 function store(all) {
   const kept = [...all];
   while (kept.length) {
-    const text = JSON.stringify(kept, (name, value) => (name === "tokens" || name === "running" ? undefined : value));
+    const text = JSON.stringify(kept, (name, value) => {
+      if (name === "tokens" || name === "running") return undefined;
+      return value?.running ? { ...value, finish: "stopped" } : value;
+    });
     if (text.length <= MAX_CHARACTERS) {
       try {
         localStorage.setItem(NAME, text);
