@@ -94,6 +94,8 @@ def test_environment_stands_between_flags_and_the_file(
     ("values", "message"),
     [
         ({"engin": {}}, "engin is not a setting"),
+        ({"port": 9000}, r"^port is not a setting \(did you mean server\.port\?\); known: model"),
+        ({"max-model-len": 4096}, r"^max-model-len is not a setting \(did you mean engine\.max_model_len\?\)"),
         (
             {"engine": {"max_sequences": 3}},
             r"engine\.max_sequences is not a setting \(did you mean max_seqs\?\); known: .*max_seqs",

@@ -38,7 +38,8 @@ def convert_section(cls: type[T], where: str, values: Any) -> T:
     known = section_fields(cls)  # type: ignore[arg-type]
     for key in values:
         if key not in known:
-            hint = did_you_mean(str(key), known)
+            below = _in_sections(str(key).replace("-", "_"), known)
+            hint = f" (did you mean {' or '.join(below)}?)" if below else did_you_mean(str(key), known)
             raise _error(_path(where, key), f"is not a setting{hint}; known: {', '.join(known)}")
     typed = {name: _convert(*known[name], _path(where, name), value) for name, value in values.items()}
     for name, (field, _) in known.items():
@@ -48,6 +49,12 @@ def convert_section(cls: type[T], where: str, values: Any) -> T:
         return cls(**typed)
     except StartupError as error:  # raised in __post_init__, where the path is not known
         raise StartupError(_path(where, error.message), param=_path(where, error.param)) from None
+
+
+def _in_sections(name: str, known: Mapping[str, tuple[Field[Any], Any]]) -> list[str]:
+    """Where a setting is whose section was left out, as in the flat files of other servers."""
+    sections = {section: section_type(kind) for section, (_, kind) in known.items()}
+    return [f"{section}.{name}" for section, cls in sections.items() if cls is not None and name in section_fields(cls)]
 
 
 @cache
