@@ -158,6 +158,9 @@ def test_environment_stands_between_flags_and_the_file(
         ({"tenants": {"acme": 1}}, r"^tenants\.acme must be a mapping$"),
         ({"tenants": {"acme": {"default_class": "x"}}}, r"^tenants\.acme\.default_class must be one of interactive"),
         ({"tenant_defaults": {"default_class": "x"}}, r"^tenant_defaults\.default_class must be one of interactive"),
+        ({"tenants": {123: {}}}, r"^tenants\.123 must be named by text: put quotes around the name"),
+        ({"tenants": {False: {}}}, r"^tenants\.False must be named by text: put quotes"),  # to YAML, `no` is false
+        ({"tenants": {"a b": {}}}, r"^tenants\.a b must be named by up to 64 letters, digits"),
         ({"tenant_defaults": {"wait": 1}, "tenants": {"acme": {}}}, r"^tenant_defaults\.wait is not a setting"),
         ({"tenant_defaults": {"model_limits": {1: {}}}}, r"^tenant_defaults\.model_limits must be by names of models"),
         ({"adapters": [{"name": "a b", "path": "p"}]}, r"^adapters\.0\.name must be up to 128 letters"),

@@ -232,8 +232,12 @@ def convert_tenants(values: Any, defaults: Mapping[str, Any]) -> dict[str, Tenan
 
 def tenant_config(name: Any, values: Any, defaults: Mapping[str, Any]) -> TenantConfig:
     """Convert one tenant, of a settings file, of the store or of the admin API."""
-    is_name = isinstance(name, str) and TENANT_NAME.fullmatch(name) is not None
-    check(is_name, f"tenants.{name!s:.80}", "must be named by up to 64 letters, digits, dots, dashes and underscores")
+    check(isinstance(name, str), f"tenants.{name!s:.80}", "must be named by text: put quotes around the name")
+    check(
+        TENANT_NAME.fullmatch(name) is not None,
+        f"tenants.{name!s:.80}",
+        "must be named by up to 64 letters, digits, dots, dashes and underscores",
+    )
     return convert_tenant(f"tenants.{name}", {} if values is None else values, defaults)
 
 
