@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.core import machine
+
 SCRIPT = "from penstock.core.machine import keep_compiled; keep_compiled('heavy'); import heavy"
 
 
@@ -29,6 +31,22 @@ def test_compiled_code_is_kept_where_python_would_not(tmp_path: Path, compiled_b
     kept = list((tmp_path / "cache" / "penstock" / "compiled").rglob("*.pyc"))
     assert bool(kept) is not compiled_before
     assert not list(package.rglob("*.pyc"))
+
+
+def test_cached_files_of_a_container_are_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever reads and writes files for long enough uses all of its limit, most of it for their contents."""
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    written = {
+        "memory.max": 2**20 * 64,
+        "memory.current": 2**20 * 63,
+        "memory.stat": f"anon {2**20 * 20}\nfile {2**20 * 43}\nshmem {2**20 * 3}\ninactive_file {2**20 * 30}\n"
+        f"active_file {2**20 * 10}",
+    }
+    for name, content in written.items():
+        (tmp_path / name).write_text(f"{content}\n")
+    assert machine.free_memory() == 2**20 * 41
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.free_memory() > 2**20 * 64
 
 
 KERNEL = """

@@ -133,12 +133,19 @@ def process_began() -> float:
 
 
 def free_memory() -> int:
-    """Bytes that can be taken now without pushing anything out."""
+    """Bytes that can be taken now without pushing anything out but cached files, which the kernel drops when somebody
+    needs their memory."""
     free = _meminfo("MemAvailable")
     limit, used = _read(_CGROUP / "memory.max"), _read(_CGROUP / "memory.current")
     if limit and used and limit != "max":
-        free = min(free, int(limit) - int(used))
+        free = min(free, int(limit) - int(used) + _cgroup_file_cache())
     return max(0, free)
+
+
+def _cgroup_file_cache() -> int:
+    """A container that has read or written files counts them as used, up to its limit, for as long as it runs."""
+    stat = dict(line.split() for line in (_read(_CGROUP / "memory.stat") or "").splitlines())
+    return int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
 
 
 def _meminfo(field: str) -> int:
