@@ -33,6 +33,17 @@ def test_compiled_code_is_kept_where_python_would_not(tmp_path: Path, compiled_b
     assert not list(package.rglob("*.pyc"))
 
 
+def test_a_user_without_a_home_has_the_root_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for variable in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    assert machine.cache_folder() == Path("/.cache/penstock")
+    assert machine.state_folder() == Path("/.local/state/penstock")
+
+
 def test_cached_files_of_a_container_are_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever reads and writes files for long enough uses all of its limit, most of it for their contents."""
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)

@@ -61,7 +61,7 @@ def _place(config: BatchesConfig, state: str | None) -> Batches | None:
         folder = batches_folder(config, state)
         if folder is not None and not shared:
             (folder / FILES).mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+    except (OSError, RuntimeError) as error:  # RuntimeError: a `~` without a home
         if config.folder is not None:
             raise StartupError(f"cannot keep files in {config.folder}: {error}", param="batches.folder") from error
         if not shared:

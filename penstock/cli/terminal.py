@@ -203,6 +203,6 @@ def _line_editor() -> PromptSession[str]:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch(mode=0o600)
         history = FileHistory(str(file))
-    except (OSError, RuntimeError):  # no home, or none that can be written to, costs the history and not the chat
+    except OSError:  # a home that cannot be written to costs the history and not the chat
         history = InMemoryHistory()
     return PromptSession(history=history, key_bindings=keys)

@@ -22,12 +22,21 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 def cache_folder() -> Path:
     """Where things that can be made again are kept between runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "penstock"
 
 
 def state_folder() -> Path:
     """Where things that cannot be made again are kept: keys, spend."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "penstock"
+    return Path(os.environ.get("XDG_STATE_HOME") or _home() / ".local/state") / "penstock"
+
+
+def _home() -> Path:
+    """A user without an entry in /etc/passwd and without HOME has the root folder, as container engines set it for
+    him; what cannot be written there is not kept."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/")
 
 
 def keep_compiled(package: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from penstock.core.errors import StartupError
@@ -31,9 +31,8 @@ async def open_store(state: str | None, *, lasting: bool = False) -> AsyncIterat
 def sqlite_file(state: str | None) -> Path | None:
     """The file that `open_store` would open, which need not exist. None: it would be another kind of store."""
     if state is None:
-        with suppress(OSError, RuntimeError):
-            return state_folder() / "penstock.db"
-    if state is not None and state.startswith(_SQLITE):
+        return state_folder() / "penstock.db"
+    if state.startswith(_SQLITE):
         return Path(state.removeprefix(_SQLITE)).expanduser()
     return None
 
@@ -47,7 +46,7 @@ def _default(lasting: bool) -> str:
     try:
         file = state_folder() / "penstock.db"
         file.parent.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+    except OSError as error:
         message = f"{error}; name a file with --state sqlite:///PATH, or set XDG_STATE_HOME to a folder"
         if lasting:
             raise StartupError(f"keys and spend cannot be kept: {message}", param="state") from error
