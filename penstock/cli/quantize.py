@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
         config, args.scheme, block_size=BLOCK_SIZE, num_blocks=WINDOW // BLOCK_SIZE, threads=usable_cpus()
     )
     path = fill(quantized, checkpoint, config, LoadProgress(sys.stderr))
-    print(f"{args.scheme}: {quantized.weight_bytes / 2**20:.0f} MiB, packed for `penstock serve` in {path}", flush=True)
+    kept = f", packed for `penstock serve` in {path}" if path.exists() else ""  # else the log has told why not
+    print(f"{args.scheme}: {quantized.weight_bytes / 2**20:.0f} MiB{kept}", flush=True)
     if args.output and tokenizer:
         _write(Path(args.output), quantized, config, tokenizer)
     if tokens:

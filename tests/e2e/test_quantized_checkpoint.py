@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,6 +48,16 @@ def test_it_serves_what_the_original_would(quantized_server: Server) -> None:
     assert answer["choices"][0]["message"]["content"] == expected
     (card,) = httpx.get(f"{quantized_server.base_url}/models").json()["data"]
     assert card["sampling_defaults"]["temperature"] == defaults.temperature == 0.2
+
+
+def test_weights_that_could_not_be_kept_are_not_announced(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file")}
+    command = [sys.executable, "-m", "penstock.cli.main", "quantize"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "cannot keep packed weights" in run.stderr
+    assert run.stdout.startswith("int8: ")
+    assert "packed" not in run.stdout
 
 
 def test_the_worker_has_no_torch_and_says_what_it_uses(quantized_server: Server) -> None:
