@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from penstock.core.cost import OUTPUT_TOKEN_COST
 from penstock.core.ledger import MAX_CHUNKS, MAX_STALLS, Ledger, MissCause, PrefillChunk, QueueCause, Stall
@@ -35,6 +35,10 @@ class Counts:
     expired: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+
+    def clear(self) -> None:
+        for field in fields(self):
+            setattr(self, field.name, field.default)
 
 
 def planned(step: Step, read_bytes: int, counts: Counts) -> None:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
-from penstock.engine.bookkeeping import Counts
 from penstock.engine.executor import Executor
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
@@ -38,7 +37,7 @@ def calibrate(scheduler: Scheduler, executor: Executor, clock: Callable[[], floa
     scheduler.times.yardsticks = yardsticks
     scheduler.times.save()
     scheduler.pool.forget()
-    scheduler.counters = Counts()
+    scheduler.counters.clear()
     return scheduler.times.measured
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core.engine import EngineStats
+from penstock.core.errors import Overloaded
 from penstock.core.request import GenerateRequest, Objective, SamplingParams
 from penstock.engine.calibration import calibrate
 from penstock.engine.limits import SchedulerLimits
@@ -36,6 +37,10 @@ def test_the_speed_is_known_afterwards_and_nothing_else_has_changed(
     assert scheduler.pool.available == num_blocks
     scheduler.check_integrity()
     assert EngineStats().loaded_step_seconds == 0
+    hasty = GenerateRequest("hasty", [7] * 100, SamplingParams(max_tokens=4), objective=Objective("hasty", 1e-6, None))
+    with pytest.raises(Overloaded):
+        scheduler.add(hasty, clock.now)
+    assert scheduler.stats().refused == 1
 
 
 def calibrated(path: Path) -> Scheduler:
