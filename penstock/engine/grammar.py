@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 
 # A token that is sampled without a mask saves that mask if it stands. If it is refused, it was sampled for nothing, and
-# where steps run ahead the sequence was in two steps for nothing: its share of them in a batch of dozens. How many
-# stand is taken from the last ones; where they are too few, it is tried again after some tens of tokens.
-_SLOW_SECONDS = 200e-6  # of masks that steps do not wait for
-_AGAIN_SECONDS, _STEPS_SECONDS = 50e-6, 200e-6
+# where steps run ahead the sequence was in two steps for nothing: its share of them in a batch of dozens. So masks must
+# take as many seconds, and more if not all tokens stand, which is known of the last ones; where too few do, it is tried
+# again after some tens of tokens. Where steps run one by one and nothing but a refusal costs anything, no mask is
+# computed that need not be.
+_PRICE, _PRICE_AHEAD = 50e-6, 200e-6
 _KEPT_SHARE, _RECOVERY = 1 / 8, 1 / 256
 
 
@@ -127,15 +128,10 @@ class Constraint:
 
     def samples_unmasked(self, runs_ahead: bool) -> bool:
         """Whether its next sample is to be a checked one."""
-        costs_nothing = not (runs_ahead or self.truncates)
-        if not costs_nothing and (seconds := self.matcher.mask_seconds) < _SLOW_SECONDS:
+        price, seconds = _PRICE_AHEAD if runs_ahead else _PRICE if self.truncates else 0.0, self.matcher.mask_seconds
+        if seconds < price or not self.races or self.refused or self.only is not None:
             return False
-        if not self.races or self.refused or self.only is not None:
-            return False
-        if costs_nothing:
-            return True
-        price = _STEPS_SECONDS if runs_ahead else _AGAIN_SECONDS
-        if self.kept * seconds > (1 - self.kept) * price:
+        if self.kept * seconds >= (1 - self.kept) * price:
             return True
         self.kept += _RECOVERY * (1 - self.kept)
         return False
