@@ -293,11 +293,7 @@ class Scheduler:
             if sequence.prompt_logprobs is not None and index in result.prompt_logprobs:
                 books.scored(sequence, step.starts[index] + 1, result.prompt_logprobs[index])
             samples = all_samples[index]
-            if samples and (constraint := sequence.constraint) is not None and constraint.void:
-                constraint.void -= 1
-            elif samples and not result.tokens[index]:
-                sequence.sample_again()
-            elif samples:
+            if samples and (sequence.constraint is None or sequence.counts_sample(result.tokens[index])):
                 chunks.append(self._append(sequence, samples, result, index, now))
             elif not sequence.sampling and step.starts[index] + step.counts[index] == sequence.given:
                 chunks.append(self._prefilled(sequence, result.vectors.get(index), now))

@@ -69,14 +69,22 @@ class Sequence:
     def outputs(self) -> int:
         return len(self.tokens) - self.prompt_len
 
-    def sample_again(self) -> None:
-        """What it sampled was refused by its grammar: the last token is computed once more, to sample after it with a
-        mask. A step that goes on from the refused token is void."""
+    def counts_sample(self, sampled: list[int]) -> bool:
+        """Whether the sample of a step is one of the output. It may be void, or nothing, as the grammar refused it."""
         assert self.constraint is not None
+        if self.constraint.void:
+            self.constraint.void -= 1
+            return False
+        if not sampled:
+            self._sample_again(self.constraint)
+        return bool(sampled)
+
+    def _sample_again(self, constraint: Constraint) -> None:
+        """The last token is computed once more, to sample after it with a mask. A step that goes on from the refused
+        one is void."""
         self.pending -= 1
-        self.constraint.refused = True
-        self.constraint.void, self.constraint.void_token = self.pending, self.tokens[-1]
-        self.pending = 0
+        constraint.refused = True
+        constraint.void, constraint.void_token, self.pending = self.pending, self.tokens[-1], 0
         if self.row >= 0:
             self.computed = len(self.tokens) - 1
 

@@ -40,7 +40,7 @@ from penstock.runner.shared_prefix import MIN_SHARING, shared_prefix
 from penstock.runner.step_inputs import StepInputs
 from penstock.runner.steps_in_flight import Slots, StepInFlight
 from penstock.runner.transfer import to_device
-from penstock.runner.verification import accepted_entries, kept_masks, without_excess
+from penstock.runner.verification import accepted_entries, entries_of, kept_masks, without_excess
 
 # Graph buckets: the batch sizes of the graphs of decode steps, of those with shared-prefix attention, and the numbers
 # of tokens of those with drafts.
@@ -206,16 +206,8 @@ class CudaRunner:
         tokens = np.array(step.tokens, dtype=np.int32) if max(step.tokens) != SAMPLED else None
         if stacked and tokens is not None:  # the persistent kernel reads it there
             self._state.last_token_R[step.rows[0]] = step.tokens[0]
-        self._inputs.send(
-            flight.slot.inputs,
-            rows,
-            contexts,
-            tokens=tokens,
-            masked=step.constrained,
-            checked=step.checked,
-            shared=shared,
-            length=length,
-        )
+        staged, masked = flight.slot.inputs, (step.constrained, step.checked)
+        self._inputs.send(staged, rows, contexts, tokens=tokens, masked=masked, shared=shared, length=length)
         self._graphs[kind].replay()
 
     @torch.inference_mode()
@@ -310,18 +302,13 @@ class CudaRunner:
     # -- what a step reads -------------------------------------------------------------------------------------------
 
     def _send_entries(self, step: Step, flight: StepInFlight, batch: Batch, drafted: bool) -> None:
-        masked, checked = (
-            [entry for entry, sequence in enumerate(flight.sampled) if sequence in which]
-            for which in (set(step.constrained), set(step.checked))
-        )
+        masked = entries_of(flight.sampled, step.constrained), entries_of(flight.sampled, step.checked)
         tokens = sequences = None
         if drafted:
             tokens, sequences = batch.tokens_T[batch.last_N], batch.sampled_N.astype(np.int32)
             flight.drafts = tokens.tolist()
         entries = batch.rows_N, batch.next_positions_N
-        self._inputs.send(
-            flight.slot.inputs, *entries, tokens=tokens, sequences=sequences, masked=masked, checked=checked
-        )
+        self._inputs.send(flight.slot.inputs, *entries, tokens=tokens, sequences=sequences, masked=masked)
 
     # -- capture -----------------------------------------------------------------------------------------------------
 

@@ -84,8 +84,7 @@ class StepInputs:
         *,
         tokens: Ints | None = None,
         sequences: Ints | None = None,
-        masked: list[int] | None = None,
-        checked: list[int] | None = None,
+        masked: tuple[list[int], list[int]] = ([], []),
         shared: Ints | None = None,
         length: int = 0,
     ) -> None:
@@ -94,17 +93,18 @@ class StepInputs:
 
         `tokens` are those that the entries sample after, unless all are SAMPLED; `sequences` says which one each entry
         is of, where a sequence may have several. `masked`: which of them are going to have a mask, in the order of the
-        masks. `checked`: which sample without the mask that they would need (`Step.checked`). `shared`: how many tokens
-        of each are in the prefix of `length` tokens that some have in common.
+        masks, and which sample without the one that they would need (`Step.checked`). `shared`: how many tokens of each
+        are in the prefix of `length` tokens that some have in common.
         """
         size, used, values = self._most, len(rows), staged.values
         values[:] = self._padding
         values[:used] = rows
         values[size : size + used] = contexts
         entries = values[: 6 * size].reshape(6, size)
-        if masked:
-            of_mask, numbers = entries[2], self._numbers[: len(masked)]
-            of_mask[slice(used) if len(masked) == used else masked] = numbers
+        waiting, checked = masked
+        if waiting:
+            of_mask, numbers = entries[2], self._numbers[: len(waiting)]
+            of_mask[slice(used) if len(waiting) == used else waiting] = numbers
         if checked:
             entries[2][checked] = CHECKED
         if shared is not None:

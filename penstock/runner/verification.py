@@ -39,6 +39,12 @@ def kept_masks(planned: Step, step: Step) -> list[int]:
     ]
 
 
+def entries_of(sequences: list[int], some: list[int]) -> list[int]:
+    """The entries of some sequences. `sequences` says which one each entry is of."""
+    wanted = set(some)
+    return [entry for entry, sequence in enumerate(sequences) if sequence in wanted]
+
+
 def first_entries(sequences: Ints) -> Ints:
     """For each entry the first one of its sequence."""
     entries = np.arange(len(sequences), dtype=np.int32)
