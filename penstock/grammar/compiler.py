@@ -114,6 +114,7 @@ class LLGuidance:
         is_slow = compiled.times.mean > SLOW_SECONDS and compiled.seconds < SHORT_SECONDS
         if is_slow and len(prototypes) < self._threads:
             prototypes.append(on_deep_stack(partial(new_matcher, self._ready().tokens, compiled.source)))
+            compiled.times.at_once = len(prototypes)
         compiled.copies += 1
         state = prototypes[compiled.copies % len(prototypes)].deep_copy()
         return LLGuidanceMatcher(state, grammar.after, self._eos_ids, grammar.param, last_resort, compiled.times)
@@ -156,12 +157,13 @@ class LLGuidance:
         began = time.perf_counter()
         self._executor.unsafe_compute_mask_ptr(work, masks.ctypes.data, masks.strides[0], len(masks))
         seconds = time.perf_counter() - began
+        at_once = sum(times.at_once for times in {matcher.times for matcher in matchers.values()})
         for matcher in matchers.values():
-            matcher.times.observe(seconds * min(self._threads, len(work)) / len(work))
+            matcher.times.observe(seconds * min(at_once, self._threads, len(work)) / len(work))
 
     def _compiled_of(self, grammar: Grammar) -> _Compiled:
-        """Several that ask for a new grammar at once, as the choices
-        of a request do, have it compiled once, and share the error if it is none."""
+        """Several that ask for a new grammar at once, as the choices of a request do, have it compiled once, and share
+        the error if it is none."""
         key = grammar.kind, grammar.source
         while True:
             with self._lock:

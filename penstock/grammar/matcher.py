@@ -29,10 +29,11 @@ class MaskTimes:
     """How long masks of a grammar take of late: mostly some microseconds, but a thousand times as long in strings that
     come near their `maxLength` or match a pattern."""
 
-    __slots__ = ("mean",)
+    __slots__ = ("at_once", "mean")
 
     def __init__(self) -> None:
         self.mean = 0.0
+        self.at_once = 1  # how many of them can be computed at the same time
 
     def observe(self, seconds: float) -> None:
         mean = self.mean + _SHARE * (min(seconds, _MOST * max(self.mean, _LEAST_SECONDS)) - self.mean)

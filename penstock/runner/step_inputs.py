@@ -46,9 +46,7 @@ class StepInputs:
         self.size = 6 * most + 1
         self._buffer = torch.zeros(self.size, dtype=torch.int32, device=device)
         entries = self._buffer[: 6 * most].view(6, most)
-        self.of_sampling = entries[
-            :3
-        ]  # rows, positions of the tokens to sample, which mask applies, or NO_MASK, CHECKED
+        self.of_sampling = entries[:3]  # rows, positions of the tokens to sample, which mask applies, if any
         self.rows_S, self.contexts_S, _, self._shared_S, tokens_S, firsts_S = entries
         self.drafts = Drafts(tokens_S, firsts_S)
         self._prefix_table = torch.zeros(tables_RM.shape[1], dtype=torch.int32, device=device)
