@@ -62,8 +62,9 @@ class Matcher(Protocol):
         ...
 
     def take(self, token: int, /) -> list[int] | None:
-        """The same for a token that may be refused: None, and the output stays where it is. An end token that is to be
-        ignored is always refused: only a mask tells whether it is all that may come."""
+        """The same for a token that may be refused: None, and the output stays where it is, or cannot go on at all,
+        which its mask tells. An end token that is to be ignored is always refused: only a mask tells whether it is all
+        that may come."""
         ...
 
     def copy(self) -> Matcher:

@@ -106,12 +106,18 @@ class LLGuidanceMatcher:
         return self.take_forced()
 
     def take(self, token: int) -> list[int] | None:
-        if self.free:
-            return None if token in self._ends else self.follow(token)
-        if token in self.last_resort or not self.state.try_consume_tokens([token]):
+        if token in (self._ends if self.free else self.last_resort):
             return None
-        self.ended = self.state.is_stopped()
-        return self.take_forced()
+        if self.free:
+            self.consume([token])
+        elif self.state.try_consume_tokens([token]):
+            self.ended = self.state.is_stopped()
+        else:
+            return None
+        try:
+            return self.take_forced()
+        except InvalidRequest:  # what it forces comes to a limit
+            return None
 
     def copy(self) -> LLGuidanceMatcher:
         state = self.state.deep_copy()
