@@ -313,6 +313,8 @@ class Scheduler:
             try:
                 reason = sequence.cut(sampled, samples)
             except PenstockError as error:
+                del tokens[-len(sampled) :]  # they are not sent
+                self.counters.output_tokens -= 1
                 return self._fail(sequence, "error", error, now)
             self.counters.output_tokens += len(sampled) - 1
         if sequence.row >= 0 and len(tokens) // self.limits.block_size > sequence.shared:
@@ -333,10 +335,10 @@ class Scheduler:
 
     def _prefilled(self, sequence: Sequence, vector: bytes | None, now: float) -> Chunk:
         """The only chunk of a sequence that samples nothing: all its tokens are computed."""
+        self.counters.output_tokens -= 1
         if vector == b"":
             return self._fail(sequence, "error", sequence.no_numbers("vector"), now)
         chunk = Chunk(sequence.request.id, finish_reason="length", vector=vector)
-        self.counters.output_tokens -= 1
         self._first_chunk(sequence, chunk, now)
         chunk.ledger = self._finish(sequence, "length", now)
         return chunk

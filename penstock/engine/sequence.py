@@ -94,9 +94,9 @@ class Sequence:
 
     def cut(self, sampled: list[int], samples: int) -> FinishReason | None:
         """Why these tokens, the last ones, of up to `samples` that a step might have given, end it, if they do. Those
-        after the one that ends it are deleted here and in `sampled`. Raises InvalidLogits where no token is left."""
+        after the one that ends it are deleted here and in `sampled`. Raises InvalidLogits where one is none and
+        InvalidRequest where its grammar cannot go on with them."""
         if sampled[-1] == NOT_A_NUMBER:
-            del self.tokens[-1]
             raise self.no_numbers("logits")
         if self.row >= 0:
             self.computed -= samples - len(sampled)  # tokens that were proposed and rejected

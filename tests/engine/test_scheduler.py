@@ -279,6 +279,9 @@ def test_a_grammar_that_fails_ends_its_own_request(runs_ahead: bool) -> None:
     assert [harness.outcomes[name].finish_reasons for name in failing] == [["error"], ["error"]]
     errors = [harness.outcomes[name].error for name in failing]
     assert [error and error.error for error in errors] == ["InvalidRequest", "InvalidRequest"]
+    sent = [len(outcome.tokens) for outcome in harness.outcomes.values()]
+    assert harness.scheduler.counters.output_tokens == sum(sent)
+    assert [own.ledger.output_tokens for own in harness.outcomes.values() if own.ledger] == sent
     assert harness.outcomes[beside].tokens == harness.expected(beside)
     with pytest.raises(InvalidRequest):
         harness.submit([1, 2, 3], 12, grammar="broken")
@@ -330,6 +333,7 @@ def test_a_request_without_numbers_fails_alone(runs_ahead: bool, grammar: str | 
     assert outcome.ledger is not None
     assert outcome.ledger.output_tokens == len(outcome.tokens)
     assert harness.outcomes[beside].tokens == harness.expected(beside)
+    assert harness.scheduler.counters.output_tokens == len(outcome.tokens) + len(harness.outcomes[beside].tokens)
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
