@@ -43,8 +43,8 @@ LOWEST = tl.constexpr(-2147483648)
 
 @triton.jit
 def ordered(x):
-    """int32 whose signed order is that of the float32."""
-    bits = x.to(tl.int32, bitcast=True)
+    """int32 whose signed order is that of the float32. Both zeros have the same."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 

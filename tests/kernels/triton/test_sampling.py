@@ -157,6 +157,18 @@ def test_what_is_sampled_before_the_mask_is_what_any_mask_leaves_that_allows_it(
         assert run(logits, params, masks=masks).tokens[decided].tolist() == tokens[decided].tolist()
 
 
+@pytest.mark.parametrize("case", [(1.0, 0, 1.0, 1.0), (1.0, 1, 1.0, 0.0), (1.0, 1, 0.9, 0.0)])
+def test_both_zeros_are_the_same_logit(case: tuple[float, int, float, float]) -> None:
+    params = asked(case)
+    params["needs"] |= Needs.GRAMMAR.value
+    logits = torch.full((1, VOCAB), -0.0)
+    logits[0, 3] = 0.0
+    only = torch.zeros((1, VOCAB))
+    only[0, 2500] = 1
+    assert run(logits, params, masks=only).tokens.tolist() == [2500], "a token that its mask allows"
+    assert run(logits, params).tokens.tolist() == run(torch.zeros(1, VOCAB), params).tokens.tolist()
+
+
 def test_rows_that_ask_for_nothing_keep_their_token() -> None:
     params = asked((1.0, 0, 1.0, 0.0))
     params["needs"] = 0
