@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 
 import msgspec
 
-from penstock.core.errors import EngineFailure
+from penstock.core.errors import DeadlineExceeded, EngineFailure
 from penstock.core.request import GenerateRequest
+from penstock.fleet.journal import Journal
 
 SUSPECT_AFTER = 2  # crashes in a row without a token between them; the next one, alone, convicts
 QUARANTINE_SECONDS = 600.0
@@ -18,6 +20,26 @@ SPARE_RETRIES = 32
 BREAK_AFTER = 3  # failures in a row
 FIRST_BREAK_SECONDS = 1.0
 LAST_BREAK_SECONDS = 30.0
+
+
+class Trial:
+    """Of a suspect without other suspects beside it, until it has a token."""
+
+    def __init__(self) -> None:
+        self._running = asyncio.Lock()
+
+    async def begin(self, journal: Journal) -> None:
+        """Wait until no other suspect is tried. Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(None if journal.request.deadline is None else journal.remaining()):
+                await self._running.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed while a request that may crash workers ran alone") from None
+        journal.on_trial = True
+
+    def end(self, journal: Journal) -> None:
+        journal.on_trial = False
+        self._running.release()
 
 
 class Quarantine:

@@ -14,7 +14,7 @@ from penstock.core.engine import ChunkStream, EngineInfo, EngineStats, Health
 from penstock.core.errors import DeadlineExceeded, EngineFailure, Overloaded, PenstockError, StartupError, Unavailable
 from penstock.core.ledger import Ledger
 from penstock.core.request import GenerateRequest
-from penstock.fleet.failover import SUSPECT_AFTER, Quarantine, RetryBudget
+from penstock.fleet.failover import SUSPECT_AFTER, Quarantine, RetryBudget, Trial
 from penstock.fleet.hedging import Hedging
 from penstock.fleet.journal import Journal
 from penstock.fleet.launcher import Launcher, Loss, WorkerInstance
@@ -66,7 +66,7 @@ class Fleet:
         self.hedging: Hedging | None = None
         if self._config.hedge_ms is not None:
             self.hedging = Hedging(self._config.hedge_ms / 1000, self.choose, self.left)
-        self._trial = asyncio.Lock()  # held by a suspect until it has a token
+        self._trial = Trial()
         self._court: Replica | None = None  # that the suspect has to itself until then, but for streams that run
         self._has_upstreams = False
         self._readings = Readings()
@@ -244,8 +244,7 @@ class Fleet:
     async def place(self, journal: Journal) -> Placement:
         """Wait for a replica, and for a suspect for one that has no other suspects."""
         if journal.suspected >= SUSPECT_AFTER and not journal.on_trial:
-            await self._trial.acquire()
-            journal.on_trial = True
+            await self._trial.begin(journal)
         placed = self.choose(journal) or await self._wait_for_replica(journal)
         while journal.on_trial and not self._to_itself(journal, placed):
             self.left(placed)
@@ -280,9 +279,8 @@ class Fleet:
         return self._router.snapshot(placed.replica).prefilling == 1
 
     def _acquit(self, journal: Journal) -> None:
-        journal.on_trial = False
         self._court = None
-        self._trial.release()
+        self._trial.end(journal)
         self._tell()
 
     async def _wait_for_replica(self, journal: Journal) -> Placement:

@@ -25,10 +25,12 @@ from penstock.core.errors import (
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 from penstock.engine.executor import Step, StepResult
-from penstock.fleet.failover import BREAK_AFTER
+from penstock.fleet.failover import BREAK_AFTER, SUSPECT_AFTER
 from penstock.fleet.fleet import Fleet
+from penstock.fleet.journal import Journal
 from penstock.fleet.launcher import Loss
 from penstock.fleet.settings import FailoverConfig, PolicyName, RoutingConfig
+from penstock.fleet.stream import RequestStream
 from penstock.simulation.paged_executor import VOCAB, PagedExecutor, expected_output
 from penstock.worker.protocol import NOT_STARTED
 from tests.fleet.simulated import (
@@ -213,6 +215,30 @@ async def test_a_request_that_crashes_workers_is_refused_and_its_victims_are_ser
         with pytest.raises(EngineFailure, match="not tried again"):
             await answer(fleet, asking("again", [1, POISON, 2]))
         assert sum(replica.restarts for replica in fleet.replicas) == restarts
+
+
+async def test_a_suspect_waits_for_the_trial_of_another_no_longer_than_it_may() -> None:
+    launcher = SimulatedLauncher()
+
+    def suspect(name: str, deadline: float | None = None) -> tuple[Journal, RequestStream]:
+        journal = Journal(asking(name, [1, 2], 5, deadline=deadline))
+        journal.suspected = SUSPECT_AFTER
+        return journal, RequestStream(fleet, journal)
+
+    async with asyncio.timeout(20), running(launcher) as (fleet, _):
+        held = launcher.worker.hold(0)
+        tried, stream = suspect("tried")
+        first_token = asyncio.create_task(anext(stream))
+        await until(lambda: tried.on_trial)
+        with pytest.raises(DeadlineExceeded):
+            await anext(suspect("late", deadline=0.001)[1])
+        abandoned = asyncio.create_task(anext(suspect("abandoned")[1]))
+        await until(lambda: "abandoned" in fleet.journals)
+        abandoned.cancel()
+        held.released.set()
+        await first_token
+        _, stream = suspect("next")  # neither of those that left has kept the trial
+        assert [token async for chunk in stream for token in chunk.token_ids] == expected(asking("next", [1, 2], 5))
 
 
 def unable_to_start(worker: SimulatedWorker) -> None:
