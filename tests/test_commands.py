@@ -225,6 +225,13 @@ SHARED = "models: {a: {model: smollm2-135m}, b: {model: smollm2-135m}}\n"
         (f"autoscale:\n  policy: nope.mod:fn\n{SHARED}", ":2: policy nope.mod:fn cannot be imported: "),
         (UPSTREAM, ":4: models.a.upstreams.0.api_key_env: the environment variable NOT_SET_HERE is not set"),
         ("models: {a: {model: smollm2-135m, workers: ['tcp://w:1']}}\n", ":1: workers on other machines need a secret"),
+        ("engine:\n  max_model_len: 8193\n", ":2: max_model_len is 8193, but the model was made for at most 8192 "),
+        (
+            "engine: {max_model_len: 9000}\nmodels: {a: {model: smollm2-135m}}\n",
+            ":1: model a: max_model_len is 9000, but the model was ",
+        ),
+        ("models:\n  smollm2-135m:\n    engine: {max_model_len: 9000}\n", ":3: model smollm2-135m: max_model_len is "),
+        ("batches:\n  folder: ./bad.yaml/x\n", ":2: cannot keep files in FOLDER/bad.yaml/x: "),
         ("state: memory\nserver:\n  host: 0.0.0.0\n", ":3: server.host is 0.0.0.0, which others can reach"),
         ("server:\n  host: 0.0.0.0\n", ":2: server.host is 0.0.0.0, which others can reach"),
     ],
@@ -241,6 +248,15 @@ def test_check_finds_what_serve_refuses(
         captured = capsys.readouterr()
         assert (captured.out, captured.err.count(f"{file}:")) == ("", 1)
         assert captured.err.startswith(f"{file}{error.replace('FOLDER', str(tmp_path))}")
+
+
+def test_check_leaves_no_folder_for_batches(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for folder in ("there", "new/one"):
+        file = tmp_path / "settings.yaml"
+        file.write_text(f"batches: {{folder: ./{folder}}}\n")
+        assert main(["check", str(file)]) == 0
+    assert sorted(each.name for each in tmp_path.rglob("*")) == ["settings.yaml", "there"]
 
 
 def test_check_reports_all_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

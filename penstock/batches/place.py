@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from penstock.batches.files import FILES, Contents, FolderContents
 from penstock.batches.settings import BatchesConfig
@@ -41,6 +42,34 @@ def batches_folder(config: BatchesConfig, state: str | None) -> Path | None:
     return state_folder() / "batches"
 
 
+def check_batches_folder(config: BatchesConfig, state: str | None) -> None:
+    """Whether files can be kept in the folder that the settings name. Leaves nothing there: it may be another user who
+    serves. Raises StartupError."""
+    if config.folder is None or _is_shared(state):
+        return
+    made: list[Path] = []
+    try:
+        folder = Path(config.folder).expanduser()
+        made = [each for each in (folder, *folder.parents) if not each.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder):
+            pass
+    except (OSError, RuntimeError) as error:
+        raise _cannot_keep(config.folder, error) from error
+    finally:
+        for each in made:
+            with suppress(OSError):  # it could not be made, or somebody uses it by now
+                each.rmdir()
+
+
+def _is_shared(state: str | None) -> bool:
+    return state is not None and state.startswith(("redis", "unix"))
+
+
+def _cannot_keep(folder: str, error: Exception) -> StartupError:
+    return StartupError(f"cannot keep files in {folder}: {error}", param="batches.folder")
+
+
 @asynccontextmanager
 async def open_batches(config: BatchesConfig, state: str | None) -> AsyncIterator[Batches | None]:
     """None: there is no place for them, or it cannot be used and nobody has asked for it."""
@@ -56,14 +85,14 @@ async def open_batches(config: BatchesConfig, state: str | None) -> AsyncIterato
 
 
 def _place(config: BatchesConfig, state: str | None) -> Batches | None:
-    shared = state is not None and state.startswith(("redis", "unix"))
+    shared = _is_shared(state)
     try:
         folder = batches_folder(config, state)
         if folder is not None and not shared:
             (folder / FILES).mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: a `~` without a home
         if config.folder is not None:
-            raise StartupError(f"cannot keep files in {config.folder}: {error}", param="batches.folder") from error
+            raise _cannot_keep(config.folder, error) from error
         if not shared:
             logger.warning("no files and batches: %s; set batches.folder", error)
         folder = None

@@ -48,7 +48,7 @@ def _checks(settings: Settings, on: str) -> Iterator[Callable[[], None]]:
     yield partial(_check_tenants, settings)
     for name, config in settings.served.items():
         where = f"models.{name}." if settings.models else ""
-        yield partial(_check_model, name, where, config, on)
+        yield partial(_check_model, name, where, config, settings, on)
         yield partial(_check_adapters, name, where, config, settings)
         yield partial(_check_policy, where, config, settings)
         yield partial(_check_secrets, where, config)
@@ -72,6 +72,9 @@ def _check_files(settings: Settings) -> None:
 
         for entry in settings.cache.shared_prefixes:
             prefix_text(entry)
+    from penstock.batches.place import check_batches_folder
+
+    check_batches_folder(settings.batches, settings.state)
 
 
 def _check_tenants(settings: Settings) -> None:
@@ -85,15 +88,24 @@ def _check_tenants(settings: Settings) -> None:
         check_host(settings.server, some_tenant=file is not None and may_have_records(file, KIND))
 
 
-def _check_model(name: str, where: str, config: ModelConfig, on: str) -> None:
-    model = config.model or name
+def _check_model(name: str, where: str, config: ModelConfig, settings: Settings, on: str) -> None:
+    model, wanted = config.model or name, config.engine.max_model_len
     if is_on_hub(model):
         return
+    prefix, here = f"model {name}: " if where else "", bool(config.local_replicas)
     try:
-        resolve(model, weights=bool(config.local_replicas) and on == "local")
+        checkpoint = resolve(model, weights=here and on == "local")
     except StartupError as error:
-        prefix = f"model {name}: " if where else ""
         raise StartupError(f"{prefix}{error.message}", param=f"{where}model") from error
+    if not here or wanted is None:
+        return
+    from penstock.models.context_length import longest_context, max_model_len
+
+    try:
+        max_model_len(wanted, longest_context(checkpoint))
+    except StartupError as error:
+        setting = error.param and f"{'' if settings.engine.max_model_len == wanted else where}{error.param}"
+        raise StartupError(f"{prefix}{error.message}", param=setting or f"{where}model") from error
 
 
 def _check_adapters(name: str, where: str, config: ModelConfig, settings: Settings) -> None:

@@ -19,6 +19,7 @@ from penstock.engine.settings import EngineConfig
 from penstock.engine.step_time import kept_step_times
 from penstock.kernels.native.bindings import EncoderScheme, isa
 from penstock.kernels.native.encoder import NativeEncoder, unsupported_encoder
+from penstock.models.context_length import max_model_len
 from penstock.models.encoder_config import EncoderConfig, encoder_weights, read_encoder_config
 from penstock.models.pooling import Pooling, read_pooling
 from penstock.runner.device import DeviceKind, need
@@ -28,19 +29,6 @@ from penstock.runner.pooled_runner import POOLED_NICENESS
 log = logging.getLogger(__name__)
 
 _STEP_TOKENS = {"cpu": 1024, "cuda": 16384}  # of a step, unless one text has more
-
-
-def max_model_len(config: EngineConfig, longest: int) -> int:
-    """Tokens of a request, of which the model takes at most so many."""
-    if config.max_model_len is None:
-        return longest
-    if config.max_model_len > longest:
-        raise StartupError(
-            f"max_model_len is {config.max_model_len}, but the model was made for at most {longest} tokens; lower "
-            "max_model_len",
-            param="engine.max_model_len",
-        )
-    return config.max_model_len
 
 
 def decoder_pooling(checkpoint: Checkpoint, config: EngineConfig) -> Pooling | None:
@@ -64,7 +52,7 @@ def start_encoder(
     if config.pooling == "none":
         raise StartupError(f"{checkpoint.name} is an encoder and generates no text", param="engine.pooling")
     model = read_encoder_config(checkpoint.path, None if config.pooling == "auto" else config.pooling)
-    window = max_model_len(config, model.max_position)
+    window = max_model_len(config.max_model_len, model.max_position)
     normalize = not model.labels and (model.normalize if config.normalize is None else config.normalize)
     executor, precision = _executor(checkpoint, config, model, device, normalize, times)
     limits = SchedulerLimits(

@@ -24,11 +24,12 @@ from penstock.engine.step_time import kept_step_times
 from penstock.kernels.native.bindings import KVFormat, Scheme, isa
 from penstock.kernels.native.shape import native_block_bytes, unsupported_reason
 from penstock.models.config import ModelConfig, read_config, sampling_defaults
+from penstock.models.context_length import max_model_len
 from penstock.models.encoder_config import encoder_architecture
 from penstock.models.pooling import Pooling
 from penstock.runner.device import DeviceKind, device_of, need
 from penstock.runner.drafting import drafter_of, spare_blocks, speculation_by
-from penstock.runner.encoder_startup import decoder_pooling, max_model_len, start_encoder
+from penstock.runner.encoder_startup import decoder_pooling, start_encoder
 from penstock.runner.memory import KVDemand, kv_blocks
 from penstock.runner.pooled_runner import POOLED_NICENESS, NativeHidden, PooledRunner
 
@@ -108,7 +109,7 @@ def planned(
         model=model,
         engine=config,
         device_kind=device,
-        max_model_len=max_model_len(config, model.max_position),
+        max_model_len=max_model_len(config.max_model_len, model.max_position),
         max_step_tokens=config.max_step_tokens or (8192 if device == "cuda" else 256),
         progress=progress,
         times=times,
