@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from penstock.client.events import EventParser
 from penstock.core.errors import InvalidRequest, PenstockError, Unauthorized, Unavailable
 
 T = TypeVar("T")
@@ -140,6 +141,7 @@ class StreamingResponse:
         else:
             async for part in self._connection.until_closed():
                 yield part
+            return  # nobody knows whether that was all
         self.complete = True
 
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
@@ -158,17 +160,13 @@ class StreamingResponse:
         if self.headers.get("content-type", "").lower().startswith("application/json"):
             yield (await self.read()).decode("utf-8", "replace")
             return
-        data: list[bytes] = []
-        rest = b""
+        parser = EventParser()
         async for part in self.body():
-            *lines, rest = (rest + part).split(b"\n")
-            for line in lines:
-                line = line.removesuffix(b"\r")
-                if line.startswith(b"data:"):
-                    data.append(line[5:].removeprefix(b" "))
-                elif not line and data:
-                    yield b"\n".join(data).decode("utf-8", "replace")
-                    data.clear()
+            for event in parser.feed(part):
+                yield event
+        if self.complete:  # some servers leave out the empty line after the last event
+            for event in parser.feed(b"\n\n"):
+                yield event
 
 
 def error_message(body: bytes) -> str:

@@ -23,7 +23,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 TEXT = "naïve 🌊 水\nsecond line"
 JSON = json.dumps(TEXT, ensure_ascii=False)
-STREAM = f": comment\r\nevent: x\r\ndata: {JSON}\r\n\r\ndata:a\ndata: b\n\ndata: [DONE]\n\n"
+STREAM = f"data: {JSON}\r\n\r\n: comment\r\nevent: x\r\ndata:a\ndata: b\n\ndata: [DONE]\n\n"
 EVENTS = [JSON, "a\nb", "[DONE]"]
 
 
@@ -95,24 +95,51 @@ async def test_a_stream_left_early_does_not_leak_into_the_next_answer() -> None:
             assert (await client.post("/echo", 1)).json()["body"] == 1
 
 
-@given(cuts=st.lists(st.integers(1, len(STREAM.encode()) - 1), max_size=6))
-@settings(deadline=None, max_examples=50)
-def test_events_do_not_depend_on_how_the_stream_is_cut(cuts: list[int]) -> None:
-    data = STREAM.encode()
-    edges = [0, *sorted(cuts), len(data)]
+@given(
+    cuts=st.lists(st.integers(1, len(STREAM.encode()) - 1), max_size=6),
+    line_end=st.sampled_from(["\n", "\r\n", "\r"]),
+    start=st.sampled_from(["", "\ufeff"]),
+    left_out=st.integers(0, 2),
+)
+@settings(deadline=None, max_examples=200)
+def test_events_do_not_depend_on_how_the_stream_is_cut_and_written(
+    cuts: list[int], line_end: str, start: str, left_out: int
+) -> None:
+    data = (start + STREAM.replace("\r\n", "\n").replace("\n", line_end)).encode()
+    data = data[: len(data) - left_out * len(line_end)]
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
 
     class Cut(http.StreamingResponse):
         def __init__(self) -> None:
             self.headers = {"content-type": "text/event-stream"}
+            self.complete = False
 
         async def body(self) -> AsyncIterator[bytes]:  # type: ignore[override]
             for start, end in pairwise(edges):
                 yield data[start:end]
+            self.complete = True
 
     async def collect() -> list[str]:
         return [event async for event in Cut().events()]
 
     assert asyncio.run(collect()) == EVENTS
+
+
+async def test_an_event_ends_with_the_cr_of_its_empty_line_and_not_with_a_lost_connection() -> None:
+    sent = asyncio.Event()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: whole\r\r")
+        await sent.wait()
+        writer.write(b"data: ha")
+        writer.close()
+
+    async with raw_server(handle) as url, HttpClient(url, timeout=5) as client, client.stream("GET", "/") as response:
+        events = response.events()
+        assert await anext(events) == "whole"
+        sent.set()
+        assert [event async for event in events] == []
 
 
 @pytest.mark.parametrize(
