@@ -197,7 +197,10 @@ def _first_url(path: Path, given: Path) -> str:
     try:
         with path.open("rb") as file:
             lines = (line.removeprefix(BOM_UTF8) for line in iter(partial(file.readline, LONGEST_LINE), b""))
-            return str(json.loads(next(filter(bytes.strip, lines), b""))["url"])
+            first = next(filter(bytes.strip, lines), None)
+            if first is None:
+                raise InvalidRequest(f"{'standard input' if given == Path('-') else given} is empty", param="file")
+            return str(json.loads(first)["url"])
     except OSError as error:
         raise InvalidRequest(f"cannot read {given}: {error.strerror}", param="file") from error
     except (ValueError, LookupError, TypeError) as error:

@@ -468,6 +468,9 @@ def test_the_command_line(gateway: Gateway, tmp_path: Path, capfd: pytest.Captur
     requests.write_bytes(b"{}\n")
     assert command(gateway, "submit", str(requests)) == 1
     assert "--endpoint" in capfd.readouterr().err
+    requests.write_bytes(b"\n")
+    assert command(gateway, "submit", str(requests)) == 1
+    assert f"{requests} is empty" in capfd.readouterr().err
     requests.write_bytes(b"oops\n")
     assert command(gateway, "submit", str(requests), "--endpoint", CHAT, "--wait") == 1
     assert "line 1: invalid_json_line" in capfd.readouterr().err
