@@ -148,7 +148,8 @@ async def scores(generation: Generation, firsts: int) -> list[float]:
 
 def cosine(one: list[float], other: list[float]) -> float:
     lengths = sqrt(sum(map(mul, one, one))) * sqrt(sum(map(mul, other, other)))
-    return sum(map(mul, one, other)) / lengths if lengths else 0.0
+    # Rounding takes that of a vector with itself beyond 1.
+    return max(-1.0, min(1.0, sum(map(mul, one, other)) / lengths)) if lengths else 0.0
 
 
 class RerankAnswer(VectorAnswer[RerankRequest]):

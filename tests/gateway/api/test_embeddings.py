@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import random
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from penstock.checkpoint.source import BUILT_IN_ENCODER, resolve
 from penstock.core.ledger import Ledger
 from penstock.engine.local import LocalEngine
 from penstock.engine.settings import EngineConfig
+from penstock.gateway.api.comparisons import cosine
 from penstock.gateway.api.models import ServedModel
 from penstock.kernels.native import bindings
 from penstock.runner.startup import start
@@ -200,6 +202,14 @@ def test_models_say_what_they_are_for(gateway: Gateway) -> None:
     assert cards[MINILM]["embedding_size"] == 384
     assert "embedding_size" not in cards[MODEL]
     assert ["sampling_defaults" in cards[name] for name in (MODEL, MINILM, CROSS)] == [True, False, False]
+
+
+def test_cosines_are_within_one() -> None:
+    draw = random.Random(1)
+    for _ in range(100):
+        vector = [draw.gauss(0, 1) for _ in range(8)]
+        assert 1 - 1e-12 < cosine(vector, vector) <= 1
+        assert -1 <= cosine(vector, [-value for value in vector]) < 1e-12 - 1
 
 
 @pytest.mark.parametrize("model", [MINILM, CROSS])
