@@ -60,6 +60,27 @@ def test_cached_files_of_a_container_are_free_memory(tmp_path: Path, monkeypatch
     assert machine.free_memory() > 2**20 * 64
 
 
+def test_limits_of_a_container_on_a_host_with_cgroup_v1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "memory").mkdir()
+
+    def write(**files: object) -> None:
+        for name, content in files.items():
+            folder, _, rest = name.partition("_")
+            (tmp_path / folder / f"{folder}.{rest}").write_text(f"{content}\n")
+
+    stat = f"active_file 0\ntotal_inactive_file {2**20 * 30}\ntotal_active_file {2**20 * 10}"
+    write(cpu_cfs_period_us=100000, cpu_cfs_quota_us=250000, memory_stat=stat)
+    write(memory_limit_in_bytes=2**20 * 64, memory_usage_in_bytes=2**20 * 63)
+    assert machine.usable_cpus() == 2
+    assert machine.free_memory() == 2**20 * 41
+    write(cpu_cfs_quota_us=-1, memory_limit_in_bytes=2**63 - 4096)
+    assert machine.usable_cpus() == 64
+    assert machine.free_memory() > 2**20 * 64
+
+
 KERNEL = """
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget

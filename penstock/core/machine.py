@@ -93,8 +93,11 @@ def usable_cpus() -> int:
 
 
 def _cgroup_cpus() -> int | None:
-    fields = (_read(_CGROUP / "cpu.max") or "max").split()
-    if len(fields) == 2 and fields[0] != "max":
+    """By version 2, or version 1, where -1 means no limit."""
+    period = _read(_CGROUP / "cpu/cpu.cfs_period_us") or ""
+    of_version_1 = f"{_read(_CGROUP / 'cpu/cpu.cfs_quota_us') or 'max'} {period}"
+    fields = (_read(_CGROUP / "cpu.max") or of_version_1).split()
+    if len(fields) == 2 and fields[0] not in ("max", "-1"):
         return max(1, int(fields[0]) // int(fields[1]))
     return None
 
@@ -146,6 +149,9 @@ def free_memory() -> int:
     needs their memory."""
     free = _meminfo("MemAvailable")
     limit, used = _read(_CGROUP / "memory.max"), _read(_CGROUP / "memory.current")
+    if limit is None:  # version 1, where no limit is a very large one
+        limit = _read(_CGROUP / "memory/memory.limit_in_bytes")
+        used = _read(_CGROUP / "memory/memory.usage_in_bytes")
     if limit and used and limit != "max":
         free = min(free, int(limit) - int(used) + _cgroup_file_cache())
     return max(0, free)
@@ -153,8 +159,11 @@ def free_memory() -> int:
 
 def _cgroup_file_cache() -> int:
     """A container that has read or written files counts them as used, up to its limit, for as long as it runs."""
-    stat = dict(line.split() for line in (_read(_CGROUP / "memory.stat") or "").splitlines())
-    return int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+    written, prefix = _read(_CGROUP / "memory.stat"), ""
+    if written is None:  # version 1, which counts groups within this one apart
+        written, prefix = _read(_CGROUP / "memory/memory.stat"), "total_"
+    stat = dict(line.split() for line in (written or "").splitlines())
+    return sum(int(stat.get(f"{prefix}{which}_file", 0)) for which in ("active", "inactive"))
 
 
 def _meminfo(field: str) -> int:
