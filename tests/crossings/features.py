@@ -363,10 +363,10 @@ def page() -> str:
     ]
     lines += [
         "",
-        "`benchmarks/gpu_crossings.py` runs them on a GPU. On an H200 all 190 pairs without adapters and early exit",
-        "gave the plain outcome with `engine.deterministic`: Qwen3-0.6B with three seeds, in fp8 with an fp8 cache",
-        "too, and Llama-3.1-8B. With the usual kernels, where the last bits of logits depend on the batch, 11 of 630",
-        "had another token in the place of one that was about as likely.",
+        "`benchmarks/gpu_crossings.py` runs them on a GPU. On an H200 all 210 pairs without adapters and early exit",
+        "gave the plain outcome with `engine.deterministic`: Qwen3-0.6B with two seeds. So did the 190 pairs without",
+        "slow masks in fp8 with an fp8 cache, and of Llama-3.1-8B. With the usual kernels, where the last bits of",
+        "logits depend on the batch, 11 of 630 had another token in the place of one that was about as likely.",
         "",
         "With a replica killed in the middle (`tests/crossings/test_failover.py`), from replicas that sleep",
         "(`test_waking.py`) and by versions, cascades and hedging (`test_other_ways.py`), requests of many kinds are",
