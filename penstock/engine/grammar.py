@@ -4,6 +4,9 @@ The library that knows stands behind `Grammars`; `Constraint` is what a sequence
 forces are appended at once, without sampling them (jump-forward): the next step computes them as a chunk, like a piece
 of a prompt. Where a step that samples for the sequence is under way already, its sample is void: it may only sample the
 first forced token, so that the device counts it, and the result is ignored.
+
+Where a mask costs more than it is worth, a sequence samples without one (opportunistic masking), and its matcher takes
+or refuses the token afterwards: `Constraint.samples_unmasked`, `refused`. What comes out is the same.
 """
 
 from __future__ import annotations

@@ -34,12 +34,11 @@ from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
-MOST_THREADS = 8
-# Masks that take so long are computed on several threads where together they are worth waking them, and from several
-# prototypes where compiling one does not take longer.
-SLOW_SECONDS, WAKING_SECONDS = 200e-6, 1e-3
-SHORT_SECONDS = 5e-3
-FAST_SECONDS = 50e-6  # masks that take less are not even counted where all others have
+# Slow masks are computed on several threads where together they are worth waking them, and a grammar that has some gets
+# further prototypes where compiling one is short: requests that arrive wait for it.
+MOST_THREADS, WAKING_SECONDS = 8, 1e-3
+SLOW_SECONDS, SHORT_SECONDS = 200e-6, 5e-3
+FAST_SECONDS = 50e-6  # masks of a grammar that take less are not timed until one has taken longer
 MAX_COMPILED = 128
 MAX_COMPILED_BYTES = 4 * 2**20  # of their sources, to which what is built is about proportional
 
